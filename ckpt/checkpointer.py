@@ -47,6 +47,7 @@ from ckpt.storage.root import local_path
 from ckpt.storage.roots import own_directory, own_root
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
+from inprocess.ipc.reported_step import report_step
 from inprocess.ipc.restart_index import current_restart_index
 from inprocess.ipc.threads import finishes_within
 from inprocess.ipc.uncopied import Uncopied
@@ -687,6 +688,7 @@ class Checkpointer(Uncopied):
     def _note_published(self, save: SaveId, branch: Branch) -> None:
         self._finalized.append(save.step)
         self._current_step = save.step
+        report_step(save.step)
         rank = self._saver.last_rank
         if self._exports is not None and rank == 0:
             self._exports.published(save.step)
@@ -702,6 +704,8 @@ class Checkpointer(Uncopied):
     def _note_restored(self, report: RestoreReport | None) -> None:
         self._last_restore = report
         self._resume_step = None if report is None else report.step
+        if report is not None:
+            report_step(report.step)
         self._current_step = None if report is None or report.in_memory else report.step
 
     def latest_step(self) -> int | None:

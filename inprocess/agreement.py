@@ -6,9 +6,9 @@ whichever process dies meanwhile:
     outcome   completed or interrupted. The first fault makes it interrupted, the last rank at the completion barrier
               completed. What comes second has no effect: a rank that dies after completion causes no restart.
     reason    the interruption records, as they were when the last call ended
-    roster    the ranks that take no further part, and the processes that join. Written when all ranks have arrived at
-              the iteration barrier, or other processes for them; from then on no process runs code of this iteration,
-              and the restart index is the next one
+    roster    the ranks that take no further part, the processes that join, and the history of faults (`repetition`).
+              Written when all ranks have arrived at the iteration barrier, or other processes for them; from then on no
+              process runs code of this iteration, and the restart index is the next one
 
 Requests that change something, or wait, are guarded by the restart index (see `RestartIndex`), so no process acts on an
 old view: one that was stopped or cut off meanwhile gets StaleViewError. Each rank makes about a dozen small requests
@@ -27,33 +27,41 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
-from inprocess.attribution import Interruption, InterruptionRecord, parse_ranks, rank_ranges
+from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.blame import Position, blamed
 from inprocess.coordination.namespace import RestartIndex
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreTimeoutError
 from inprocess.ipc.suspension import Silence
+from inprocess.reasons import format_reason, parse_reason, parse_records
+from inprocess.repetition import PINGS, STEP, FaultHistory, fault_names
+from inprocess.roster import Roster
 
-__all__ = ["Agreement", "IterationOutcome", "IterationStore", "Roster", "depart", "heartbeat_key"]
+__all__ = ["Agreement", "IterationOutcome", "IterationStore", "OnLate", "Roster", "depart", "heartbeat_key"]
 
 _WORLD_SIZE = "world_size"
 _OUTCOME = "outcome"
 _RECORDS = "records"
 _REASON = "reason"
 _ROSTER = "roster"
+_HAS_HANG = "has_hang"
+_POSITIONS, _WITH_POSITION = "positions", "with_position"
+_MOST_STACKS = 8  # of ranks that were not late themselves
 _ACTIVE_RANK_IS_DONE = "active_done"
 _AT_LAST_CALL = "last_call"
 _AT_COMPLETION = "completion"
 _AT_END = "iteration_barrier"
 _DEPARTED = "departed"  # in each iteration; and in the whole store, where it is never deleted
 _JOINING, _JOINED = "joining", "joined"  # in the whole store, never deleted
-_MOST_COMPLETE_RECORDS = 64  # in the reason; of further records only the rank and the kind
 _CHUNK_S = 1.0
 _DECIDE_S = 1.0  # after which another process tries to decide
+OnLate = Callable[[list[int], float], object]  # see `Agreement.wait_roster`
 
 
 class IterationStore(Protocol):
@@ -78,20 +86,6 @@ class IterationOutcome(enum.Enum):
 
     COMPLETED = "completed"
     INTERRUPTED = "interrupted"
-
-
-@dataclass(frozen=True)
-class Roster:
-    """The end of an iteration: the dense ranks, in that iteration, and the initial ranks of those who left.
-
-    `joined` are the initial ranks of newcomers, in the order in which they are numbered behind all others. If there are
-    any, `initial_ranks` are those of all, by dense rank; -1 for who left.
-    """
-
-    terminated_ranks: frozenset[int]
-    departed: frozenset[int]
-    joined: tuple[int, ...] = ()
-    initial_ranks: tuple[int, ...] = ()
 
 
 class Agreement:
@@ -143,8 +137,9 @@ class Agreement:
         """Report a fault. False, and no effect, if the iteration was completed before."""
         if record.detail:
             self.store.set(_detail_key(record), record.detail)
-        elif record.interruption is Interruption.SOFT_TIMEOUT:
+        if record.interruption is Interruption.SOFT_TIMEOUT:
             self.store.set(_hang_key(record.rank), record.summary)
+            self.store.set(_HAS_HANG, "1")
         self.store.append(_RECORDS, f"{replace(record, detail='')}\n")
         return self._decide(_OUTCOME, IterationOutcome.INTERRUPTED.value) == IterationOutcome.INTERRUPTED.value
 
@@ -161,21 +156,38 @@ class Agreement:
         """Return whether the wrapped function has returned on an active rank, within `timeout_s`."""
         return self._value(_ACTIVE_RANK_IS_DONE, timeout_s) is not None
 
-    def complete(self, initial_rank: int, timeout_s: float, chunk_s: float) -> IterationOutcome:
-        """Arrive at the completion barrier and return how the iteration ended. BarrierTimeout after `timeout_s`."""
+    def complete(
+        self, initial_rank: int, timeout_s: float, chunk_s: float, on_late: OnLate | None = None
+    ) -> IterationOutcome:
+        """Arrive at the completion barrier and return how the iteration ended. `on_late` as for `wait_roster`."""
 
         def decide() -> None:
             if self._arrive(_AT_COMPLETION, initial_rank):
                 self._decide(_OUTCOME, IterationOutcome.COMPLETED.value)
 
         decide()
-        return IterationOutcome(self._wait_decided(_OUTCOME, decide, _AT_COMPLETION, timeout_s, chunk_s).decode())
+        outcome = self._wait_decided(_OUTCOME, decide, _AT_COMPLETION, initial_rank, timeout_s, chunk_s, on_late)
+        return IterationOutcome(outcome.decode())
 
     # -- reason --------------------------------------------------------------------------------------------------------
 
     def records(self) -> tuple[InterruptionRecord, ...]:
         """Return the faults reported so far, without details; more may follow."""
-        return _parse_records(self._lines_of_records())
+        return parse_records(self._lines_of(_RECORDS))
+
+    def has_hang(self) -> bool:
+        """Return whether it is reported that any rank hangs."""
+        return self.store.check([_HAS_HANG])
+
+    def report_position(self, position: Position, stacks: str) -> None:
+        """Report where a rank is when a hang is reported, before it arrives at the last call. Not all send stacks."""
+        if self.store.arrive(_WITH_POSITION, str(position.rank)) <= _MOST_STACKS:
+            self.report_stacks(position.rank, stacks)
+        self.store.append(_POSITIONS, f"{position}\n")
+
+    def report_stacks(self, rank: int, stacks: str) -> None:
+        """Report the stacks of a rank that hangs, unless its monitor process has, at the moment when it was late."""
+        self._decide(_detail_key(InterruptionRecord(rank, Interruption.SOFT_TIMEOUT)), stacks)
 
     def reported_hang(self, rank: int) -> InterruptionRecord | None:
         """Return the report that this rank hangs, if there is one; it does not contain the stacks."""
@@ -210,7 +222,7 @@ class Agreement:
             if self._decide(f"{_REASON}/{attempt}", me) == me:
                 self._decide_reason()
             reason = self._value(_REASON, _DECIDE_S)
-        return _parse_reason(reason.decode())
+        return parse_reason(reason.decode())
 
     def _answer_last_call(self, initial_rank: int) -> None:
         if initial_rank not in self._answered:
@@ -220,10 +232,21 @@ class Agreement:
 
     def _decide_reason(self) -> None:
         if not self.store.check([_REASON]):
-            self._decide(_REASON, _format_reason(self._with_details(self.records())))
+            records = self.records()
+            hung = [record.rank for record in records if record.interruption is Interruption.SOFT_TIMEOUT]
+            positions = list(map(Position.from_str, self._lines_of(_POSITIONS)))
+            if hung and positions:
+                records = tuple(blamed(records, positions, self._answered_by(hung)))
+            self._decide(_REASON, format_reason(self._with_details(records)))
 
-    def _lines_of_records(self) -> list[str]:
-        return (self._peek(_RECORDS) or b"").decode().splitlines()
+    def _answered_by(self, ranks: Sequence[int]) -> set[int]:
+        """Return those of the ranks that answered the last call themselves."""
+        identities = self.store.multi_get([f"initial_rank/{rank}" for rank in ranks])
+        answered = self.store.members(_AT_LAST_CALL) - self.store.members(_DEPARTED)
+        return {rank for rank, identity in zip(ranks, identities, strict=True) if identity.decode() in answered}
+
+    def _lines_of(self, key: str) -> list[str]:
+        return (self._peek(key) or b"").decode().splitlines()
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -242,13 +265,21 @@ class Agreement:
         """Return whether the process has arrived at the iteration barrier and still waits there for others."""
         return str(initial_rank) in self.store.members(_AT_END) and not self.store.check([_ROSTER])
 
-    def wait_roster(self, initial_rank: int, timeout_s: float, chunk_s: float = _CHUNK_S) -> Roster:
+    def wait_roster(
+        self, initial_rank: int, timeout_s: float, chunk_s: float = _CHUNK_S, on_late: OnLate | None = None
+    ) -> Roster:
         """Return the roster, the same on all ranks. The restart index is the next one then.
 
-        BarrierTimeout names the processes that have arrived. StaleViewError if the others are further on.
+        After `timeout_s`, and again after half of that, one of the processes that wait calls `on_late` with the ranks
+        that are absent and the time that it has waited. Without `on_late`: BarrierTimeout, with the processes that have
+        arrived. StaleViewError if the others are further on.
         """
-        text = self._wait_decided(_ROSTER, lambda: self.arrive_at_end(initial_rank), _AT_END, timeout_s, chunk_s)
-        roster = _parse_roster(text)
+
+        def arrive() -> None:
+            self.arrive_at_end(initial_rank)
+
+        text = self._wait_decided(_ROSTER, arrive, _AT_END, initial_rank, timeout_s, chunk_s, on_late)
+        roster = Roster.from_text(text)
         self.conclude(roster)
         return roster
 
@@ -265,12 +296,12 @@ class Agreement:
     def find_roster(self) -> Roster | None:
         """Return the roster, if there is one."""
         roster = self._peek(_ROSTER)
-        return None if roster is None else _parse_roster(roster)
+        return None if roster is None else Roster.from_text(roster)
 
     def find_reason(self) -> tuple[InterruptionRecord, ...]:
         """Return why the iteration was interrupted, as `last_call` does; empty as long as that is not decided."""
         reason = self._peek(_REASON)
-        return () if reason is None else _parse_reason(reason.decode())
+        return () if reason is None else parse_reason(reason.decode())
 
     @staticmethod
     def announce_newcomer(base_store: Any, initial_rank: int) -> None:
@@ -288,6 +319,19 @@ class Agreement:
     def heartbeat_of(self, rank: int) -> bytes:
         """Return the heartbeat of a rank, which changes as long as the rank lives; empty if there is none yet."""
         return self._peek(heartbeat_key(rank)) or b""
+
+    def give_up(self, records: Sequence[InterruptionRecord]) -> None:
+        """Report these faults, and leave the iteration on behalf of their ranks; nothing if it was completed before.
+
+        Their monitor processes end them when they learn of it.
+        """
+        if not all(self.interrupt(record) for record in records):
+            return
+        identities = [self.identity_of(record.rank) for record in records]
+        for identity in identities:  # all of them, before one of them could complete the barrier
+            self.mark_departed(identity)
+        for identity in identities:
+            self.arrive_at_end(identity)
 
     def was_left_behind(self, initial_rank: int) -> bool:
         """Return whether the others went on without the process. To be asked after a StaleViewError.
@@ -309,17 +353,37 @@ class Agreement:
             alive = {self._rank_of(initial_rank) for initial_rank in arrived - departed}
             terminated = set(range(self.world_size or 0)) - {rank for rank in alive if rank is not None}
         joined = sorted(self.newcomers(self.store.base_store))
-        document = {
-            "terminated_ranks": sorted(terminated),
-            "departed": sorted(departed),
-            "joined": joined,
-            "initial_ranks": self._initial_ranks(terminated) + joined if joined else [],
-        }
         try:
+            document = {
+                "terminated_ranks": sorted(terminated),
+                "departed": sorted(departed),
+                "joined": joined,
+                "initial_ranks": self._initial_ranks(terminated) + joined if joined else [],
+                "faults": self._history(not joined).to_json(),
+            }
             self._decide(_ROSTER, json.dumps(document))
         except StaleViewError:
             if not self.store.check([_ROSTER]):  # else another process has just written it, and the job is further on
                 raise
+
+    def _history(self, has_fault: bool) -> FaultHistory:
+        """Return the history of faults, with those of this iteration unless its restart takes in processes."""
+        self._decide_reason()
+        reported = {kind: int(self._peek(_progress_key(kind)) or 0) for kind in (STEP, PINGS)}
+        progress = {kind: number for kind, number in reported.items() if number > 0}
+        # Of the iteration before: its keys are deleted at the beginning of the one after this.
+        key, store = f"{self.iteration - 1}/{_ROSTER}", self.store.base_store
+        before = Roster.from_text(store.get(key)).faults if store.check([key]) else FaultHistory()
+        if not has_fault:
+            return before
+        return before.after(fault_names(self.find_reason()), progress, time.time())
+
+    def report_progress(self, progress: Mapping[str, int]) -> None:
+        """Report how far this process has come, before it arrives at the end. The largest of each kind counts."""
+        for kind, number in progress.items():
+            found = (self._peek(_progress_key(kind)) or b"").decode()
+            while number > int(found or 0):
+                found = self.store.compare_set(_progress_key(kind), found, str(number)).decode()
 
     def _initial_ranks(self, terminated: set[int]) -> list[int]:
         """Return the initial ranks of all others, which have published them, by dense rank."""
@@ -364,25 +428,45 @@ class Agreement:
                 raise
             return self.store.get(key)
 
-    def _wait_decided(self, key: str, decide: Callable[[], None], name: str, timeout_s: float, chunk_s: float) -> bytes:
+    def _wait_decided(
+        self,
+        key: str,
+        decide: Callable[[], None],
+        name: str,
+        initial_rank: int,
+        timeout_s: float,
+        chunk_s: float,
+        on_late: OnLate | None,
+    ) -> bytes:
         """Wait for a decision in chunks, so that the caller returns to bytecode; at each, try to decide. Return it.
 
         The attempt matters when the process that should have decided has died just before. Time in which this process
         was suspended does not count: the others may have been, too.
         """
-        waited = Silence(timeout_s)
+        waited, next_look_s = Silence(timeout_s), timeout_s
         while True:
-            pause_s = max(0.0, min(chunk_s, timeout_s - waited.seconds()))
+            waited_s = waited.seconds()
+            next_look_s = min(next_look_s, waited_s + timeout_s)  # after a suspension it starts again
+            pause_s = max(0.0, min(chunk_s, next_look_s - waited_s))
             waited.expect(pause_s)
             value = self._decision(key, pause_s, decide)
             if value is not None:
                 return value
-            if waited.seconds() >= timeout_s:
-                arrived = self.store.members(name)
+            waited_s = waited.seconds()
+            if waited_s < next_look_s:
+                continue
+            arrived = self.store.members(name)
+            if on_late is None:
                 raise BarrierTimeout(
                     f"iteration {self.iteration}: {len(arrived)} of {self.world_size} ranks came to {name} within "
                     f"{timeout_s:g} s: initial ranks {', '.join(sorted(arrived, key=int)) or 'none'}"
                 )
+            next_look_s = waited_s + timeout_s / 2
+            waiting = arrived - self.store.members(_DEPARTED)
+            if str(initial_rank) == min(waiting, key=int, default=""):  # of many ranks that wait, one looks
+                ranks = range(self.world_size or 0)
+                absent = [rank for rank in ranks if str(self.identity_of(rank)) not in arrived]
+                on_late(absent, waited_s)
 
 
 def depart(
@@ -421,53 +505,13 @@ def heartbeat_key(rank: int) -> str:
     return f"heartbeat/{rank}"
 
 
-def _parse_roster(text: bytes) -> Roster:
-    document = json.loads(text)
-    return Roster(
-        frozenset(document["terminated_ranks"]),
-        frozenset(document["departed"]),
-        tuple(document["joined"]),
-        tuple(document["initial_ranks"]),
-    )
-
-
 def _detail_key(record: InterruptionRecord) -> str:
     return f"detail/{record.rank}/{record.interruption.name}"
 
 
+def _progress_key(kind: str) -> str:
+    return f"progress/{kind}"
+
+
 def _hang_key(rank: int) -> str:
     return f"hangs/{rank}"
-
-
-def _format_reason(records: Sequence[InterruptionRecord]) -> str:
-    """Return the reason as text: the first records as they are; of the others the ranks of each kind."""
-    others: dict[str, list[int]] = {}
-    lines = []
-    for number, record in enumerate(records):
-        if number < _MOST_COMPLETE_RECORDS or record.detail:
-            lines.append(str(record))
-        else:
-            others.setdefault(record.interruption.name, []).append(record.rank)
-    return "\n".join([json.dumps({kind: rank_ranges(ranks) for kind, ranks in others.items()}), *lines])
-
-
-def _parse_reason(text: str) -> tuple[InterruptionRecord, ...]:
-    others, *lines = text.splitlines()
-    complete = _parse_records(lines)
-    ranges = json.loads(others).items()
-    return complete + tuple(
-        InterruptionRecord(rank, Interruption[kind]) for kind, ranks in ranges for rank in parse_ranks(ranks)
-    )
-
-
-def _parse_records(lines: Iterable[str]) -> tuple[InterruptionRecord, ...]:
-    """Return one record of each fault: the first report, or the first that has details."""
-    records: dict[InterruptionRecord, InterruptionRecord] = {}
-    for line in lines:
-        try:
-            record = InterruptionRecord.from_str(line)
-        except ValueError:
-            continue  # a line cut short: its writer died
-        if record not in records or not records[record].detail:
-            records[record] = record
-    return tuple(records.values())

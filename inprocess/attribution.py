@@ -8,6 +8,7 @@ import os
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from types import TracebackType
 
 __all__ = [
     "DETAIL_CHARS",
@@ -18,6 +19,8 @@ __all__ = [
     "is_bystander",
     "parse_ranks",
     "rank_ranges",
+    "short_path",
+    "without_consequences",
 ]
 
 _VERBOSE_ENV = "INPROCESS_VERBOSE_RANKS"
@@ -59,14 +62,15 @@ class Interruption(enum.Enum):
 class InterruptionRecord:
     """One fault. `rank` is the dense rank in the iteration it happened in.
 
-    `summary` is one line ("ValueError: ..."), `detail` a traceback or the stacks of all threads. Comparisons ignore
-    both: two reports of the same fault are equal.
+    `summary` is one line ("ValueError: ..."), `detail` a traceback or the stacks of all threads, `place` where in the
+    code it happened, the same on all ranks. Comparisons ignore these: two reports of the same fault are equal.
     """
 
     rank: int
     interruption: Interruption
     summary: str = field(default="", compare=False)
     detail: str = field(default="", compare=False)
+    place: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         """Return the text form: one line of JSON, which `from_str` reads."""
@@ -82,6 +86,7 @@ class InterruptionRecord:
                 interruption=Interruption[fields["interruption"]],
                 summary=str(fields.get("summary", "")),
                 detail=str(fields.get("detail", "")),
+                place=str(fields.get("place", "")),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the text of an interruption record: {string[:200]!r}") from error
@@ -97,7 +102,23 @@ class InterruptionRecord:
             detail = _encodable("".join(traceback.format_exception(error)))
         except Exception:
             summary, detail = _encodable(type(error).__name__), ""
-        return cls(-1 if rank is None else rank, kind, summary[:_SUMMARY_CHARS], detail[-DETAIL_CHARS:])
+        place = _place(error.__traceback__)
+        return cls(-1 if rank is None else rank, kind, summary[:_SUMMARY_CHARS], detail[-DETAIL_CHARS:], place)
+
+
+def _place(tb: TracebackType | None) -> str:
+    """Return the file, line and function of the innermost frame; empty without one."""
+    if tb is None:
+        return ""
+    while tb.tb_next is not None:
+        tb = tb.tb_next
+    code = tb.tb_frame.f_code
+    return _encodable(f"{short_path(code.co_filename)}:{tb.tb_lineno} in {code.co_qualname}")
+
+
+def short_path(path: str) -> str:
+    """Return the last two parts of a path, which are the same on all nodes."""
+    return "/".join(path.split("/")[-2:])
 
 
 def _encodable(text: str) -> str:
@@ -119,6 +140,17 @@ def is_bystander(rank: int | None, error: BaseException, records: Iterable[Inter
         )
         for record in records
     )
+
+
+def without_consequences(records: Iterable[InterruptionRecord]) -> list[InterruptionRecord]:
+    """Return the records without exceptions that report a lost connection, if there are others."""
+    records = list(records)
+    causes = [
+        record
+        for record in records
+        if record.interruption is not Interruption.EXCEPTION or not _is_lost_connection(record.summary)
+    ]
+    return causes or records
 
 
 def _is_lost_connection(summary: str) -> bool:

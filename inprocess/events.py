@@ -61,15 +61,13 @@ class RestartEvents:
         terminated_ranks: Iterable[int],
         world_size: tuple[int, int],
         seconds: Mapping[str, float],
+        pause_s: float = 0.0,
     ) -> None:
         """Write that `iteration` was interrupted: why, which ranks are lost, and how long each phase took on this rank.
 
-        An error of writing is only logged.
+        `pause_s` is how long the ranks wait before the next iteration.
         """
-        if self._path is None:
-            return
         event = {
-            "time": time.time(),
             "event": "restart",
             "iteration": iteration,
             "reasons": [{**asdict(record), "interruption": record.interruption.name} for record in records],
@@ -77,7 +75,21 @@ class RestartEvents:
             "world_size_before": world_size[0],
             "world_size_after": world_size[1],
             "seconds": {name: round(value, 6) for name, value in seconds.items()},
+            "pause_s": pause_s,
         }
+        self._append(event)
+
+    def gave_up(self, rank: int | None, iteration: int, records: Iterable[InterruptionRecord], why: str) -> None:
+        """Write that the job ends after `iteration`, because faults came back too often. Only rank 0 writes."""
+        if rank == 0:
+            reasons = [{**asdict(record), "interruption": record.interruption.name} for record in records]
+            self._append({"event": "gave_up", "iteration": iteration, "reasons": reasons, "why": why})
+
+    def _append(self, event: Mapping[str, object]) -> None:
+        """Write a line. An error of writing is only logged."""
+        if self._path is None:
+            return
+        event = {"time": time.time(), **event}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -22,6 +22,7 @@ __all__ = [
     "InternalError",
     "RankDiscarded",
     "RankShouldRestart",
+    "RepeatedFault",
     "RestartAbort",
     "RestartError",
     "StaleViewError",
@@ -74,6 +75,10 @@ class StoreTimeoutError(StoreError, builtins.TimeoutError):
 
 class RankDiscarded(RestartError):
     """This rank takes no part in the next iteration."""
+
+
+class RepeatedFault(RestartError):
+    """Faults on other ranks came back too often, without progress between them: the job ends."""
 
 
 class FaultCounterExceeded(RestartError):

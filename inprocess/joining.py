@@ -17,13 +17,14 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import InterruptionRecord
 from inprocess.coordination.namespace import RestartIndex
 from inprocess.exception import RestartError, StaleViewError, StoreLostError
+from inprocess.repetition import FaultHistory
 from inprocess.state import Mode, State
 
 __all__ = ["JOIN", "JOINED_FILE", "Newcomer", "Place", "newcomer_from_environment"]
@@ -44,7 +45,7 @@ _SILENT = 2  # heartbeat timeouts without a heartbeat of rank 0, after which the
 class Place:
     """The position of a newcomer in the iteration that has just ended: its rank, who left at the end, and why.
 
-    `initial_ranks` are those of all ranks, newcomers included, by dense rank.
+    `initial_ranks` are those of all ranks, newcomers included, by dense rank. `faults` is the history of the job.
     """
 
     iteration: int
@@ -53,6 +54,7 @@ class Place:
     terminated_ranks: frozenset[int]
     initial_ranks: tuple[int, ...]
     interruptions: tuple[InterruptionRecord, ...]
+    faults: FaultHistory = field(default_factory=FaultHistory)
 
     def take(self, state: State) -> None:
         """Change `state` to that of a spare of the iteration that has ended."""
@@ -110,6 +112,7 @@ class Newcomer:
             roster.terminated_ranks,
             roster.initial_ranks,
             agreement.find_reason(),
+            roster.faults,
         )
 
     def report_joined(self) -> None:

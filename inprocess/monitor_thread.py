@@ -25,6 +25,7 @@ from types import TracebackType
 
 from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import DETAIL_CHARS, InterruptionRecord, format_interruptions
+from inprocess.blame import position_of
 from inprocess.exception import RankShouldRestart, StaleViewError, StoreError, TimeoutError
 from inprocess.ipc.threads import JoinableThread
 from inprocess.main_thread.async_raise import async_raise, reraise_if_unraisable
@@ -150,7 +151,7 @@ class MonitorThread:
                 return False
             initial_rank = self.state.initial_rank
             assert initial_rank is not None
-            self._report_own_stacks()
+            self._report_position()
             self.records = self.agreement.last_call(initial_rank, self.last_call_wait_s)
         except (StoreError, StaleViewError) as error:
             _log.critical("%s", error)
@@ -158,12 +159,23 @@ class MonitorThread:
         self.times.last_call = time.monotonic()
         return True
 
-    def _report_own_stacks(self) -> None:
-        """If this rank hangs, report its stacks to all ranks before the last call ends."""
-        assert self.state.rank is not None
-        record = self.agreement.reported_hang(self.state.rank)
+    def _report_position(self) -> None:
+        """If a hang is reported, report where this rank is, before the last call ends: unless it only waits, as others.
+
+        If it is this rank that hangs, its stacks are reported in any case.
+        """
+        rank = self.state.rank
+        assert rank is not None
+        if not self.agreement.has_hang():
+            return
+        position = position_of(rank, self._main_thread)
+        record = self.agreement.reported_hang(rank)
+        stacks = own_stacks()[:DETAIL_CHARS]
         if record is not None:
-            self.agreement.interrupt(replace(record, detail=own_stacks()[:DETAIL_CHARS]))
+            self.agreement.interrupt(replace(record, place="" if position is None else position.function))
+            self.agreement.report_stacks(rank, stacks)
+        if position is not None and (record is not None or not position.waits):
+            self.agreement.report_position(position, stacks)
 
     def _interrupt_main_thread(self) -> None:
         reason = format_interruptions(self.records) if self.failure is None else str(self.failure)

@@ -15,13 +15,13 @@ What the ranks decide together is in `agreement`; no rank decides for others her
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from inprocess.absent import AbsentRanks
 from inprocess.agreement import Agreement, IterationOutcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord, is_bystander
 from inprocess.events import RestartClock, RestartEvents
@@ -44,6 +44,7 @@ from inprocess.main_thread.thrower import MainThreadThrower, discard_imports
 from inprocess.modes import Modes
 from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
+from inprocess.phases import Phase
 from inprocess.process_state import (
     handler_errors_logged,
     release_frames,
@@ -51,53 +52,15 @@ from inprocess.process_state import (
     reset_libraries,
 )
 from inprocess.progress_watchdog import ProgressWatchdog
+from inprocess.repetition import FaultBounds, FaultHistory, FaultLimits
 from inprocess.settings import Settings
 from inprocess.state import Mode, State
 from inprocess.unblock.process_groups import discard_process_groups
 
-__all__ = ["ITERATION_CODE", "Phase", "RestartProtocol", "Services"]
+__all__ = ["ITERATION_CODE", "RestartProtocol", "Services"]
 
 _log = logging.getLogger(__name__)
-
-
-class Phase(enum.Enum):
-    """Where a rank is in the protocol."""
-
-    ASSIGN = "assign ranks"
-    BEGIN = "begin the iteration"
-    INITIALIZE = "initialize"
-    RUN = "run the function"
-    RESERVE = "wait as a spare"
-    COMPLETE = "wait for the others to complete"
-    RELEASE = "release what the iteration holds"
-    FINALIZE = "finalize"
-    HEALTH = "check health"
-    BARRIER = "wait for the others to end the iteration"
-    END = "end the iteration"
-    LEAVE = "leave"
-    DONE = "done"
-
-    def leads_to(self, phase: Phase) -> bool:
-        """Return whether `phase` may come next."""
-        return phase in _NEXT[self]
-
-
-_FAULT = {Phase.RELEASE, Phase.LEAVE}
-_NEXT: dict[Phase, set[Phase]] = {
-    Phase.ASSIGN: {Phase.BEGIN, Phase.LEAVE},
-    Phase.BEGIN: {Phase.INITIALIZE} | _FAULT,
-    Phase.INITIALIZE: {Phase.RUN, Phase.RESERVE} | _FAULT,
-    Phase.RUN: {Phase.COMPLETE} | _FAULT,
-    Phase.RESERVE: {Phase.COMPLETE} | _FAULT,
-    Phase.COMPLETE: {Phase.DONE} | _FAULT,
-    Phase.RELEASE: {Phase.FINALIZE, Phase.LEAVE},
-    Phase.FINALIZE: {Phase.HEALTH, Phase.LEAVE},
-    Phase.HEALTH: {Phase.BARRIER, Phase.LEAVE},
-    Phase.BARRIER: {Phase.END, Phase.LEAVE},
-    Phase.END: {Phase.ASSIGN, Phase.LEAVE},
-    Phase.LEAVE: {Phase.DONE},
-    Phase.DONE: set(),
-}
+_MOST_BARRIER_TIMEOUTS = 10
 
 
 class Services(Protocol):
@@ -112,6 +75,7 @@ class Services(Protocol):
     def iteration_store(self, iteration: int) -> Any: ...
     def agreement(self, iteration: int, world_size: int | None) -> Agreement: ...
     def forget_iteration(self, iteration: int) -> None: ...
+    def progress(self) -> dict[str, int]: ...
     def open_group_store(self) -> None: ...
     def close_group_store(self) -> None: ...
 
@@ -147,7 +111,9 @@ class RestartProtocol:
         self._place = place  # of a newcomer
         self._terminated_ranks: frozenset[int] = frozenset() if place is None else place.terminated_ranks
         self._initial_ranks: tuple[int, ...] = () if place is None else place.initial_ranks
-        self._records: tuple[InterruptionRecord, ...] = ()
+        self._records: tuple[InterruptionRecord, ...] = () if place is None else place.interruptions
+        limits = (settings.max_same_faults, settings.max_faults_per_hour, settings.max_backoff.total_seconds())
+        self._faults = FaultBounds(FaultLimits(*limits), FaultHistory() if place is None else place.faults)
         self._agreement: Agreement | None = None
         self._result: Any = None
         self._clock = RestartClock()
@@ -162,6 +128,7 @@ class RestartProtocol:
         try:
             phase = self._assign()
             if self._place is not None:
+                self._end_if_repeated()
                 self.state.advance()
             while phase is not Phase.DONE:
                 phase = self._iteration() if phase is Phase.BEGIN else self._restart()
@@ -325,6 +292,7 @@ class RestartProtocol:
         assert self._agreement is not None
         settings = self._settings
         self._enter(Phase.INITIALIZE)
+        self._faults.back_off()
         self._services.open_group_store()
         self._hooks.initialize(self.state.freeze())
         self._hooks.health_check(self.state.freeze())
@@ -341,7 +309,13 @@ class RestartProtocol:
             self._initial_rank,
             settings.completion_timeout.total_seconds(),
             settings.progress_watchdog_interval.total_seconds(),
+            self._absent("completion_timeout", None).look,
         )
+
+    def _absent(self, option: str, most: int | None) -> AbsentRanks:
+        assert self._agreement is not None
+        limit_s = getattr(self._settings, option).total_seconds()
+        return AbsentRanks(self._agreement, option, limit_s, self._settings.soft_timeout.total_seconds(), most)
 
     def _wait_as_spare(self) -> None:
         assert self._agreement is not None
@@ -376,6 +350,8 @@ class RestartProtocol:
         self._services.monitor_process.disable_sibling_monitor()
         if self._initial_rank in roster.departed or self.state.rank in roster.terminated_ranks:
             raise RankDiscarded(f"{self}: the others consider this rank lost and go on without it")
+        self._faults.history = roster.faults
+        self._end_if_repeated()
         self._terminated_ranks, self._initial_ranks = roster.terminated_ranks, roster.initial_ranks
         world_size = self.state.world_size
         self.state.world_size += len(roster.joined)  # newcomers count as spares of the iteration that ends
@@ -387,11 +363,21 @@ class RestartProtocol:
 
     def _wait_for_all(self) -> Roster:
         assert self._agreement is not None
+        self._agreement.report_progress(self._services.progress())
         self._agreement.arrive_at_end(self._initial_rank)
         return self._agreement.wait_roster(
             self._initial_rank,
             self._settings.barrier_timeout.total_seconds(),
             self._settings.progress_watchdog_interval.total_seconds(),
+            self._absent("barrier_timeout", _MOST_BARRIER_TIMEOUTS).look,
+        )
+
+    def _end_if_repeated(self) -> None:
+        """End the job, if its faults came back too often by the roster: on all ranks, newcomers included."""
+        self._faults.raise_if_exceeded(
+            self.state.fn_exception,
+            self._records,
+            lambda why: self._events.gave_up(self.state.rank, self.state.iteration, self._records, why),
         )
 
     def _write_event(self, world_size_before: int, joined: int) -> None:
@@ -411,6 +397,7 @@ class RestartProtocol:
                 terminated_ranks=self._terminated_ranks,
                 world_size=(world_size_before, self.state.world_size),
                 seconds=self._clock.seconds(),
+                pause_s=self._faults.pause_s,
             )
         self._clock.clear()
 

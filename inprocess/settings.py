@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Hook", "Settings"]
+__all__ = ["FAULT_LIMIT_VARIABLES", "Hook", "Settings"]
 
 Hook = Callable[..., Any]  # of either style: see `inprocess.hook_compat`
 
@@ -24,8 +25,13 @@ _SHORTER_THAN = (
     ("heartbeat_interval", "heartbeat_timeout"),
     ("monitor_process_interval", "soft_timeout"),
 )
-_MAY_BE_ZERO = ("last_call_wait", "termination_grace_time")
+_MAY_BE_ZERO = ("last_call_wait", "termination_grace_time", "max_backoff")
+_COUNTS = ("max_same_faults", "max_faults_per_hour")
 _ABSOLUTE_PATHS = ("monitor_process_logfile", "monitor_process_pidfile")
+FAULT_LIMIT_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {name: f"INPROCESS_{name.upper()}" for name in (*_COUNTS, "max_backoff")}
+)
+"""The environment variables by which a launcher replaces these settings: numbers, "none" for no limit; seconds."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,6 +59,9 @@ class Settings:
     completion_timeout: timedelta = timedelta(seconds=120)
     last_call_wait: timedelta = timedelta(seconds=1)
     termination_grace_time: timedelta = timedelta(seconds=5)
+    max_same_faults: int | None = 3
+    max_faults_per_hour: int | None = 20
+    max_backoff: timedelta = timedelta(seconds=60)
     monitor_process_logfile: Any = None  # a path; text from here on
     monitor_process_pidfile: Any = None
     sections: Any = None
@@ -60,6 +69,9 @@ class Settings:
     enabled: bool = True
 
     def __post_init__(self) -> None:
+        self._take_fault_limits(os.environ)
+        for name in _COUNTS:
+            self._check_count(name)
         for item in fields(self):
             if isinstance(item.default, timedelta):
                 self._check_duration(item.name)
@@ -88,6 +100,26 @@ class Settings:
         self.uninterrupted_modules = tuple(modules)
         if not isinstance(self.enabled, bool):
             raise TypeError(f"enabled must be a bool, not {type(self.enabled).__name__}")
+
+    def _take_fault_limits(self, environment: Mapping[str, str]) -> None:
+        """Replace the limits of faults that the launcher has set. ValueError for what is no number."""
+        for name, variable in FAULT_LIMIT_VARIABLES.items():
+            text = environment.get(variable)
+            if text is None:
+                continue
+            try:
+                if name in _COUNTS:
+                    setattr(self, name, None if text == "none" else int(text))
+                else:
+                    setattr(self, name, timedelta(seconds=float(text)))
+            except (ValueError, OverflowError):
+                raise ValueError(f"the environment variable {variable} must be a number, not {text!r}") from None
+
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name} must be an int or None, not {type(value).__name__}")
+        _require(value is None or value >= 1, f"{name} >= 1", {name: value}, hint="None for no limit")
 
     def _check_duration(self, name: str) -> None:
         value = getattr(self, name)

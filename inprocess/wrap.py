@@ -24,6 +24,7 @@ from inprocess.hooks import Hooks
 from inprocess.ipc.interpreter import interpreter
 from inprocess.ipc.open_call import close_call, open_call
 from inprocess.ipc.process_one import reap_adopted, warn_if_process_one
+from inprocess.ipc.reported_step import collected_steps, report_step, reported_step
 from inprocess.ipc.restart_index import announced_restart_index
 from inprocess.ipc.uncopied import Uncopied
 from inprocess.joining import newcomer_from_environment
@@ -36,6 +37,7 @@ from inprocess.process_state import children_end_here, excepthook_restored, froz
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.protocol import ITERATION_CODE, RestartProtocol
 from inprocess.rank_environment import ranks_of_environment
+from inprocess.repetition import PINGS, STEP
 from inprocess.sections.gate import SectionGate
 from inprocess.sections.making import SectionSettings
 from inprocess.settings import Hook, Settings, require_main_thread, require_no_process_group
@@ -65,10 +67,16 @@ class Wrapper(Settings):
     modules.
 
     No progress of the main thread for `soft_timeout` restarts the job, for `hard_timeout` ends this process. A monitor
-    process that is silent for `heartbeat_timeout` means that its node is lost. A rank waits for others at most
-    `barrier_timeout` after a fault, and `completion_timeout` after the function has returned. `last_call_wait` limits
-    how long reports of the same incident are collected. The intervals limit how long the threads sleep; no restart
-    waits for one. Paths may contain ``{rank}``, the initial rank.
+    process that is silent for `heartbeat_timeout` means that its node is lost. Ranks that others wait for,
+    `barrier_timeout` after a fault or `completion_timeout` after the function has returned, are given up if they make
+    no progress. `last_call_wait` limits how long reports of the same incident are collected. The intervals limit how
+    long the threads sleep; no restart waits for one. Paths may contain ``{rank}``, the initial rank.
+
+    The same fault (type, and place in the code, on whichever rank) without progress between ends the job when it comes
+    for the `max_same_faults`-th time, and so do more than `max_faults_per_hour` faults: each rank raises its exception,
+    the others RepeatedFault. The first restart is at once, the next ones wait for 1, 2, 4, ... seconds, at most
+    `max_backoff`. Progress is a larger step than before (`CallWrapper.report_step`, or a save or restore of `ckpt`), or
+    more pings; see docs/restart.md. ``ckpt_launcher`` has options that replace these; None is no limit.
 
     `uninterrupted_modules` names modules and packages whose functions no restart interrupts, such as ``("pandas",)``,
     beside those that are known (see `main_thread.thrower`).
@@ -142,6 +150,7 @@ class CallWrapper(Uncopied):
         if self._newcomer is not None:
             self.state.rank = self.state.initial_rank = self._newcomer.initial_rank
         self.base_store: Any = None
+        self._pings = 0  # in this iteration
         self._cleanup = contextlib.ExitStack()
         try:
             self._set_up(wrapper)
@@ -209,7 +218,15 @@ class CallWrapper(Uncopied):
 
     def ping(self) -> None:
         """Report progress of the function. After the first ping of an iteration, pings must continue."""
+        self._pings += 1
         self.progress_watchdog.ping()
+
+    def report_step(self, step: int) -> None:
+        """Report a training step that was reached. A step larger than ever before is progress between two faults.
+
+        Saves and restores of `ckpt` do this by themselves. Has nothing to do with time limits.
+        """
+        report_step(step)
 
     def atomic(self) -> AtomicLock:
         """Return the context manager of a section that no restart interrupts. It may be nested.
@@ -246,6 +263,7 @@ class CallWrapper(Uncopied):
         def run() -> Any:
             injected_args, injected_kwargs = inject(function, CallWrapper, self, args, kwargs)
             self._sections.begin(self.state.iteration)
+            self._pings = 0
             with children_end_here(), announced_restart_index(self.state.iteration):
                 try:
                     return function(*injected_args, **injected_kwargs)
@@ -260,7 +278,7 @@ class CallWrapper(Uncopied):
                 return None
             self._newcomer.report_joined()
         protocol = RestartProtocol(self.state, self.wrapper, self.wrapper.hooks, self, run, place)
-        with excepthook_restored(), interruptible_store_connections():
+        with excepthook_restored(), interruptible_store_connections(), collected_steps():
             result = protocol.run()
         self.wrapper.hooks.complete(self.state.freeze())
         return result
@@ -285,6 +303,10 @@ class CallWrapper(Uncopied):
     def agreement(self, iteration: int, world_size: int | None) -> Agreement:
         """Return the agreement of an iteration."""
         return self._monitoring.agreement(iteration, world_size)
+
+    def progress(self) -> dict[str, int]:
+        """Return how far the function has come on this rank, by kind; nothing for what it does not report."""
+        return {kind: number for kind, number in ((STEP, reported_step()), (PINGS, self._pings)) if number > 0}
 
     def open_group_store(self) -> None:
         """Open the store for the process groups of this iteration. Waits for the process that is rank 0 in it."""

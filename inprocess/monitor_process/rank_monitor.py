@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from inprocess.absent import silent_note
 from inprocess.agreement import Agreement, IterationStore, depart
 from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord
 from inprocess.exception import RestartError, StaleViewError
@@ -37,6 +38,7 @@ __all__ = ["RankMonitor"]
 
 _log = logging.getLogger(__name__)
 _STACKS_TIMEOUT_S = 2.0  # for a busy machine; a process that cannot answer at all is not waited for
+_REMEDY = "; code that may take longer needs a longer limit, or call.disable_hang_protection()"
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,10 @@ class RankMonitor:
         self._sibling.start()
 
     def _note(self, rank: int) -> str:
-        """Return on one line where the rank is, for the reports of other monitors. Sibling thread."""
+        """Return on one line how long the rank is silent and where it is, for other ranks. Sibling thread."""
+        silent_s = self._limits.silent_s(time.monotonic()) if self._limits.enabled else 0.0
         standing = None if self._sections is None else self._sections.standing(rank)
-        return "" if standing is None else json.dumps(standing.to_json())
+        return f"{silent_note(silent_s)} {'' if standing is None else json.dumps(standing.to_json())}"
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
@@ -185,15 +188,8 @@ class RankMonitor:
     def _report_unresponsive(self, position: _Position, ranks: list[int]) -> None:
         """Sibling thread: other ranks have no heartbeat; report that, and leave the iteration on their behalf."""
         agreement = Agreement(self._store_of(position.iteration), position.iteration, position.world_size)
-        for rank in ranks:
-            summary = f"no heartbeat for {self.config.heartbeat_timeout_s:g} s"
-            if not agreement.interrupt(InterruptionRecord(rank, Interruption.UNRESPONSIVE, summary)):
-                return
-        identities = [agreement.identity_of(rank) for rank in ranks]
-        for identity in identities:  # all of them, before one of them could complete the barrier
-            agreement.mark_departed(identity)
-        for identity in identities:
-            agreement.arrive_at_end(identity)
+        summary = f"no heartbeat for {self.config.heartbeat_timeout_s:g} s"
+        agreement.give_up([InterruptionRecord(rank, Interruption.UNRESPONSIVE, summary) for rank in ranks])
 
     def _check_left_behind(self, iteration: int) -> None:
         """Any thread: the others are in a later iteration than this; find out whether they go on without this rank."""
@@ -254,14 +250,16 @@ class RankMonitor:
         if limit is Limit.SOFT:
             # A rank that still responds reports its stacks itself: it may not survive being asked for them.
             stacks = self._stacks() if self._is_unresponsive() else ""
-            self._record(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT, silent, stacks))
+            summary = f"{silent}, longer than soft_timeout={self.config.soft_timeout_s:g} s{_REMEDY}"
+            self._record(InterruptionRecord(position.rank, Interruption.SOFT_TIMEOUT, summary, stacks))
             return
         agreement, initial_rank = self._agreement(position.iteration), self.config.initial_rank
         waits_for_others = self._attempt(lambda: agreement.is_at_end(initial_rank), "the rank's position is unknown")
         if waits_for_others and self._limits.stretch(self.config.barrier_timeout_s):
             _log.info("the rank waits at the iteration barrier; its hard limit is %g s", self.config.barrier_timeout_s)
             return
-        self._kill(position, silent, self._stacks())
+        summary = f"{silent}, longer than hard_timeout={self.config.hard_timeout_s:g} s{_REMEDY}"
+        self._kill(position, summary, self._stacks())
 
     def _check_sections(self) -> None:
         """For a section that is late: restart all ranks; if it is still late after that, end this one."""
@@ -349,5 +347,5 @@ def _standings(notes: Iterable[str]) -> list[Standing]:
     found = []
     for note in notes:
         with contextlib.suppress(ValueError):
-            found.append(Standing.from_json(json.loads(note)))
+            found.append(Standing.from_json(json.loads(note.partition(" ")[2])))
     return found

@@ -26,6 +26,9 @@ SHORT = seconds(
     monitor_process_interval=0.2,
 )
 
+# For jobs with many faults and no steps: as many as they have, and at once.
+UNBOUNDED: dict[str, Any] = {"max_same_faults": None, "max_faults_per_hour": None, **seconds(max_backoff=0)}
+
 
 class Calls:
     """Hooks that write down when and with what they are called."""

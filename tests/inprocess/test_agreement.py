@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
 
+from inprocess.absent import AbsentRanks, silent_note
 from inprocess.agreement import Agreement, IterationOutcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
@@ -160,6 +162,62 @@ def test_nobody_waits_for_ever_for_completion(open_store: Open) -> None:
         agreements[2].complete(12, 0.1, CHUNK_S)
 
 
+def _beats(agreement: Agreement, silent_s: dict[int, float]) -> None:
+    for rank, seconds in silent_s.items():
+        agreement.store.set(f"heartbeat/{rank}", f"7 {silent_note(seconds)} ")
+
+
+def test_who_is_absent_without_progress_is_given_up_not_who_waits(open_store: Open) -> None:
+    agreements = three(open_store)
+    _beats(agreements[0], {0: 4.0, 1: 9.0, 2: 50.0})  # the last one only waits
+    agreements[2].store.arrive("completion", "12")
+    absent = AbsentRanks(agreements[0], "completion_timeout", 0.1, soft_s=8.0, most=None)
+    assert agreements[0].complete(10, 0.1, CHUNK_S, absent.look) is IterationOutcome.INTERRUPTED
+    (reason,) = agreements[0].records()
+    assert (reason.rank, reason.interruption) == (1, Interruption.UNRESPONSIVE)
+    assert "no progress for 9 s" in reason.summary
+    assert "completion_timeout=0.1 s" in reason.summary
+    for rank in (0, 2):
+        agreements[rank].arrive_at_end(10 + rank)
+    assert agreements[0].wait_roster(10, LONG_S) == Roster(frozenset({1}), frozenset({11}))
+
+
+def test_who_makes_progress_is_waited_for(
+    open_store: Open, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    agreements = three(open_store)
+    _beats(agreements[0], {0: 7.0, 1: 7.9})
+    looked: Queue[list[int]] = Queue()
+    absent = AbsentRanks(agreements[2], "completion_timeout", 0.1, soft_s=8.0, most=None)
+
+    def look(ranks: list[int], waited_s: float) -> None:
+        absent.look(ranks, waited_s)
+        looked.put(ranks)
+
+    waiting = pool.submit(agreements[2].complete, 12, 0.1, CHUNK_S, look)
+    try:
+        assert [looked.get(timeout=LONG_S) for _ in range(3)] == [[0, 1]] * 3
+        assert not waiting.done()
+    finally:
+        agreements[1].interrupt(record(1))
+    assert waiting.result(LONG_S) is IterationOutcome.INTERRUPTED
+    assert agreements[2].records() == (record(1),)
+    assert "waiting for rank 0,1 for " in caplog.text
+    assert "longer than completion_timeout=0.1 s: it still makes progress" in caplog.text
+
+
+def test_at_the_end_of_an_iteration_progress_is_not_waited_for_indefinitely(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].interrupt(record(0))
+    _beats(agreements[0], {1: 0.0})
+    agreements[0].mark_departed(10)  # it died, and cannot look after those that are absent
+    agreements[0].arrive_at_end(10)
+    absent = AbsentRanks(agreements[2], "barrier_timeout", 0.1, soft_s=8.0, most=10)
+    began = time.monotonic()
+    assert agreements[2].wait_roster(12, 0.1, CHUNK_S, absent.look) == Roster(frozenset({0, 1}), frozenset({10, 11}))
+    assert time.monotonic() - began > 1.0
+
+
 def test_spares_learn_that_somebody_is_done(open_store: Open, pool: ThreadPoolExecutor) -> None:
     agreements = three(open_store)
     assert agreements[0].wait_done(0.05) is False
@@ -241,6 +299,23 @@ def test_the_wait_for_the_roster_names_who_has_come(open_store: Open) -> None:
     agreements[0].arrive_at_end(10)
     with pytest.raises(BarrierTimeout, match=r"iteration_barrier .*: initial ranks 10, 12"):
         agreements[2].wait_roster(12, 0.1, CHUNK_S)
+
+
+def test_the_roster_has_the_history_of_the_faults(open_store: Open) -> None:
+    fault = replace(record(1, summary="ValueError: 1"), place="a.py:1 in f")
+    for iteration in range(2):
+        agreements = [Agreement(open_store(iteration), iteration, 2) for _ in range(2)]
+        for rank, agreement in enumerate(agreements):
+            agreement.publish_rank(10 + rank, rank)
+        agreements[1].interrupt(fault)
+        for rank, pings in enumerate((5, 3)):
+            agreements[rank].report_progress({"step": 7, "pings": pings})
+            agreements[rank].arrive_at_end(10 + rank)
+        first, second = (agreements[rank].wait_roster(10 + rank, LONG_S).faults for rank in range(2))
+        assert first == second
+        assert first.counts == {"ValueError at a.py:1 in f": iteration + 1}
+        assert len(first.times) == iteration + 1
+        assert first.progress == {"step": 7, "pings": 5}
 
 
 def test_who_should_write_the_roster_dies_before(open_store: Open) -> None:

@@ -42,12 +42,19 @@ def test_a_line(tmp_path: Path) -> None:
         "event": "restart",
         "iteration": 0,
         "reasons": [
-            {"rank": 1, "interruption": "EXCEPTION", "summary": "ValueError: ü\n", "detail": "Traceback\n"},
+            {
+                "rank": 1,
+                "interruption": "EXCEPTION",
+                "summary": "ValueError: ü\n",
+                "detail": "Traceback\n",
+                "place": "",
+            },
         ],
         "terminated_ranks": [1, 3],
         "world_size_before": 4,
         "world_size_after": 2,
         "seconds": {"total": 0.123457},
+        "pause_s": 0.0,
     }
     assert second["iteration"] == 1
 
@@ -76,6 +83,23 @@ def test_writers_do_not_mix(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(event["iteration"] for event in read(tmp_path)) == sorted([*range(50)] * 4)
+
+
+def test_the_end_of_a_job_whose_faults_come_back_is_a_line(tmp_path: Path) -> None:
+    def main(rank: int, world_size: int) -> Any:
+        @Wrapper(monitor_process_logfile=tmp_path / "rank_{rank}.log", max_same_faults=2)
+        def train() -> None:
+            raise ValueError("again")
+
+        return outcome(train)
+
+    ((kind, text, _),) = rank_values(main, 1)
+    assert (kind, text) == ("ValueError", "again")
+    first, last = read(tmp_path)
+    assert (first["event"], first["iteration"], first["pause_s"]) == ("restart", 0, 0.0)
+    assert (last["event"], last["iteration"]) == ("gave_up", 1)
+    assert "the same fault has ended 2 iterations" in last["why"]
+    assert last["reasons"][0]["summary"] == "ValueError: again"
 
 
 def test_each_restart_of_a_job_is_one_line(tmp_path: Path) -> None:

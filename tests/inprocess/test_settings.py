@@ -30,6 +30,7 @@ SECONDS = {
 ABSENT = ("store_kwargs", "initialize", "finalize", "health_check", "rank_filter", "monitor_process_logfile")
 LATER = ("heartbeat_interval", "completion", "terminate", "monitor_process_pidfile")
 INSTANCES = {"abort": AbortTorchDistributed, "rank_assignment": ShiftRanks}
+FAULTS = {"max_same_faults": 3, "max_faults_per_hour": 20, "max_backoff": timedelta(seconds=60)}
 
 
 def defaults() -> dict[str, Any]:
@@ -51,7 +52,8 @@ def test_what_later_releases_added() -> None:
     found = defaults()
     assert found["heartbeat_interval"] == timedelta(seconds=1)
     assert [found[name] for name in LATER[1:]] == [None] * 3
-    ours = found.keys() - {*SECONDS, *ABSENT, *INSTANCES, *LATER, "store_factory", "enabled"}
+    assert {name: found[name] for name in FAULTS} == FAULTS
+    ours = found.keys() - {*SECONDS, *ABSENT, *INSTANCES, *LATER, *FAULTS, "store_factory", "enabled"}
     assert [found[name] for name in ours] == [None] * len(ours), "what is ours must be asked for"
 
 
@@ -111,7 +113,28 @@ def test_times_are_timedeltas_and_positive(name: str) -> None:
 
 
 def test_waits_that_may_be_left_out() -> None:
-    Wrapper(last_call_wait=timedelta(0), termination_grace_time=timedelta(0))
+    Wrapper(last_call_wait=timedelta(0), termination_grace_time=timedelta(0), max_backoff=timedelta(0))
+
+
+def test_a_launcher_replaces_the_limits_of_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INPROCESS_MAX_SAME_FAULTS", "7")
+    monkeypatch.setenv("INPROCESS_MAX_FAULTS_PER_HOUR", "none")
+    monkeypatch.setenv("INPROCESS_MAX_BACKOFF", "0.5")
+    wrapper = Wrapper(max_same_faults=2, max_faults_per_hour=3)
+    assert (wrapper.max_same_faults, wrapper.max_faults_per_hour) == (7, None)
+    assert wrapper.max_backoff == timedelta(seconds=0.5)
+    monkeypatch.setenv("INPROCESS_MAX_SAME_FAULTS", "many")
+    with pytest.raises(ValueError, match="INPROCESS_MAX_SAME_FAULTS must be a number, not 'many'"):
+        Wrapper()
+
+
+@pytest.mark.parametrize("name", ["max_same_faults", "max_faults_per_hour"])
+def test_limits_of_faults_are_positive_or_none(name: str) -> None:
+    Wrapper(**{name: None})
+    with pytest.raises(TypeError, match=f"{name} must be an int or None, not float"):
+        Wrapper(**{name: 1.5})
+    with pytest.raises(ValueError, match=rf"{name} >= 1 \({name}=0\); None for no limit"):
+        Wrapper(**{name: 0})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from inprocess.initialize import RetryController
 from inprocess.rank_assignment import ActiveWorldSizeDivisibleBy, MaxActiveWorldSize, ShiftRanks
 from inprocess.store import FileStore
 from tests.ckpt.crash.killers import wait_until
-from tests.inprocess.restarting import SHORT, Calls, logged, numbers, outcome, seconds
+from tests.inprocess.restarting import SHORT, UNBOUNDED, Calls, logged, numbers, outcome, seconds
 from tests.support import launch_ranks, rank_values
 
 # -- the decorator -----------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_exceptions_that_cannot_be_copied_or_pickled_or_printed() -> None:
             seen.append((type(state.fn_exception).__name__, [record.summary[:40] for record in state.interruptions]))
             return state
 
-        @Wrapper(finalize=finalize)
+        @Wrapper(finalize=finalize, **UNBOUNDED)
         def train(call: CallWrapper) -> int:
             if call.iteration < len(faults):
                 raise faults[call.iteration]

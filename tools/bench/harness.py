@@ -7,16 +7,19 @@ import math
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 __all__ = [
+    "UNBOUNDED_FAULTS",
     "Row",
     "add_disk_option",
     "add_size_options",
@@ -35,6 +38,11 @@ __all__ = [
     "temporary_folder",
     "write_json",
 ]
+
+UNBOUNDED_FAULTS: Mapping[str, Any] = MappingProxyType(
+    {"max_same_faults": None, "max_faults_per_hour": None, "max_backoff": timedelta(0)}
+)
+"""Arguments of the wrapper, for jobs that measure one fault after the other."""
 
 _WIDTH = 130  # of a table that does not go to a terminal
 

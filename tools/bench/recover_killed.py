@@ -23,6 +23,7 @@ import inprocess
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from inprocess.abort import AbortTorchDistributed
 from inprocess.rank_assignment import LauncherOrder
+from tools.bench.harness import UNBOUNDED_FAULTS
 from tools.bench.limits import CopyLimit
 from tools.bench.workload import make_state, tensors
 
@@ -55,6 +56,7 @@ def main() -> None:
         abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
         finalize=CheckpointFinalize(checkpointer),
         rank_assignment=LauncherOrder(),
+        **UNBOUNDED_FAULTS,
     )
     def train(call: inprocess.CallWrapper | None = None) -> None:
         assert call is not None

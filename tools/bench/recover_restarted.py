@@ -23,6 +23,7 @@ import inprocess
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from inprocess.abort import Abort, AbortTorchDistributed
 from inprocess.finalize import Finalize
+from tools.bench.harness import UNBOUNDED_FAULTS
 from tools.bench.limits import CopyLimit, drop_cache
 from tools.bench.workload import make_state, tensors
 
@@ -63,6 +64,7 @@ class FailingRank:
             hard_timeout=2 * _LONG,
             barrier_timeout=3 * _LONG,
             completion_timeout=3 * _LONG,
+            **UNBOUNDED_FAULTS,
         )
         wrapper(self.train)()
         self._saving.close()

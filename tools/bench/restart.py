@@ -25,6 +25,7 @@ import inprocess
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from inprocess.store import PrefixStore
 from tools.bench.harness import (
+    UNBOUNDED_FAULTS,
     Row,
     at_least,
     milliseconds,
@@ -109,7 +110,7 @@ class _FailingJob:
     def run(self, rank: int, notes: Notes, folder: Path) -> None:
         """Run the rank, to its end or its fault."""
         logging.getLogger("inprocess").setLevel(logging.CRITICAL + 1)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = dict(UNBOUNDED_FAULTS)
         if self.kind == "hang":
             options["soft_timeout"] = timedelta(seconds=self.soft_timeout_s)
         wrapper = inprocess.Wrapper(monitor_process_logfile=folder / "rank-{rank}.log", **options)

@@ -24,7 +24,15 @@ import torch.distributed as dist
 import inprocess
 from ckpt import Checkpointer
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
-from tools.bench.harness import Row, add_disk_option, add_size_options, print_report, temporary_folder, write_json
+from tools.bench.harness import (
+    UNBOUNDED_FAULTS,
+    Row,
+    add_disk_option,
+    add_size_options,
+    print_report,
+    temporary_folder,
+    write_json,
+)
 from tools.bench.limits import CopyLimit
 from tools.bench.processes import Note, Notes, run_forked
 from tools.bench.workload import State, StepLoop, make_state, tensors
@@ -80,6 +88,7 @@ class _Job:
         @inprocess.Wrapper(
             abort=inprocess.Compose(CheckpointAbort(checkpointer), inprocess.abort.AbortTorchDistributed()),
             finalize=CheckpointFinalize(checkpointer),
+            **UNBOUNDED_FAULTS,
         )
         def train(call: inprocess.CallWrapper | None = None) -> None:
             assert call is not None

@@ -60,6 +60,7 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
     with ExitStack() as stack:
         signals = stack.enter_context(SignalInbox.of_names(config.signals_to_handle))
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_FOR_TORCH
+        os.environ.update(options.worker_environment)  # workers inherit it
         monitors = RankMonitors(options.config, config.nproc_per_node)
         stack.callback(monitors.close)
         inbox = stack.enter_context(ControlInbox())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed import run as torchrun
 
 from inprocess.fault_tolerance import config_cli
 from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.settings import FAULT_LIMIT_VARIABLES
 
 __all__ = ["LauncherOptions", "parse"]
 
@@ -37,6 +38,7 @@ class LauncherOptions:
     restart_policy: str
     min_workers: int
     max_replacements: int
+    worker_environment: Mapping[str, str]  # limits of faults, for the wrapper in the workers
 
     @property
     def leaves_survivors(self) -> bool:
@@ -79,7 +81,19 @@ def _parser() -> argparse.ArgumentParser:
     text = "processes that a node starts, at most, in the place of workers that were lost (8)"
     spellings = ["--ft-max-replacements", "--ft_max_replacements"]
     group.add_argument(*spellings, type=_count_or_none, metavar="N", help=text)
+    group = parser.add_argument_group("faults that come back (these replace arguments of inprocess.Wrapper in workers)")
+    text = "how often the same fault may end an iteration without progress between, or none (3)"
+    _add_limit(group, "max-same-faults", _count_or_unlimited, "N", text)
+    text = "how many faults there may be within an hour without progress between, or none (20)"
+    _add_limit(group, "max-faults-per-hour", _count_or_unlimited, "N", text)
+    text = "longest wait between faults without progress, which grows from 0, 1, 2, 4, ... seconds (60)"
+    _add_limit(group, "max-backoff", _seconds, "SECONDS", text)
     return parser
+
+
+def _add_limit(group: Any, name: str, read: Callable[[str], Any], metavar: str, text: str) -> None:
+    spellings = [f"--ft-{name}", f"--ft_{name.replace('-', '_')}"]
+    group.add_argument(*spellings, type=read, default=None, metavar=metavar, help=text)
 
 
 def _add_seconds(group: Any, option: str, default: float | None, text: str) -> None:
@@ -98,6 +112,10 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of workers")
     return int(text)
+
+
+def _count_or_unlimited(text: str) -> str:
+    return "none" if text == "none" else str(_count(text))
 
 
 def _count_or_none(text: str) -> int:
@@ -135,6 +153,11 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
         restart_policy=args.ft_restart_policy,
         min_workers=1 if args.ft_min_workers is None else args.ft_min_workers,
         max_replacements=_MAX_REPLACEMENTS if args.ft_max_replacements is None else args.ft_max_replacements,
+        worker_environment={
+            variable: str(value)
+            for name, variable in FAULT_LIMIT_VARIABLES.items()
+            if (value := getattr(args, f"ft_{name}")) is not None
+        },
     )
 
 

@@ -42,6 +42,7 @@ from inprocess.abort import AbortTorchDistributed
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from tests.ckpt.crash.fault_plan import IN_TRAINING, Fault, Job
+from tests.inprocess.restarting import UNBOUNDED
 
 __all__ = ["run", "simulate"]
 
@@ -252,6 +253,7 @@ def run(rank: int, world_size: int, job: Job, folder: Path) -> str | None:
         progress_watchdog_interval=timedelta(seconds=0.1),
         monitor_thread_interval=timedelta(seconds=0.2),
         monitor_process_interval=timedelta(seconds=0.2),
+        **UNBOUNDED,
     )
     try:
         return wrapper(trainer)()

@@ -18,6 +18,7 @@ import inprocess
 from ckpt.restart import CheckpointAbort, CheckpointFinalize, CheckpointInitialize
 from inprocess.abort import AbortTorchDistributed
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
+from tests.inprocess.restarting import UNBOUNDED
 
 FLOATS = 20_000
 
@@ -106,6 +107,7 @@ def restarted(
         last_call_wait=timedelta(seconds=0.1),
         monitor_thread_interval=timedelta(seconds=0.1),
         monitor_process_interval=timedelta(seconds=0.1),
+        **UNBOUNDED,
     )
     def train(call: inprocess.CallWrapper | None = None) -> None:
         assert call is not None
@@ -145,6 +147,7 @@ def resized(initial_rank: int, world_size: int, root: Path, at: At) -> list[tupl
         last_call_wait=timedelta(seconds=0.1),
         monitor_thread_interval=timedelta(seconds=0.1),
         monitor_process_interval=timedelta(seconds=0.1),
+        **UNBOUNDED,
     )
     def train(call: inprocess.CallWrapper | None = None) -> None:
         assert call is not None

@@ -209,6 +209,20 @@ def test_how_many_workers_must_be_left(capsys: pytest.CaptureFixture[str]) -> No
     assert "--run-path runs functions" in capsys.readouterr().err
 
 
+def test_limits_of_faults_are_passed_on_to_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options().worker_environment == {}
+    given = ("--ft-max-same-faults=5", "--ft_max_faults_per_hour", "none", "--ft-max-backoff=0.5")
+    assert options(*given).worker_environment == {
+        "INPROCESS_MAX_SAME_FAULTS": "5",
+        "INPROCESS_MAX_FAULTS_PER_HOUR": "none",
+        "INPROCESS_MAX_BACKOFF": "0.5",
+    }
+    for argv in ("--ft-max-same-faults=0", "--ft-max-faults-per-hour=many", "--ft-max-backoff=-1"):
+        with pytest.raises(SystemExit):
+            options(argv)
+    assert "many is not a number" in capsys.readouterr().err
+
+
 def test_help_hides_older_spellings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         parse(["--help"])

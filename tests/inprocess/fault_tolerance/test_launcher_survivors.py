@@ -135,6 +135,17 @@ def test_the_wrapper_restarts_without_the_worker_that_was_killed(job: Job) -> No
     assert job.events().count("ends") == 2
 
 
+def test_a_mistake_in_the_program_ends_the_job_with_its_error(job: Job) -> None:
+    script = RESTARTS.replace("if call.iteration == 0:", "if rank == 1:").replace("hang()", 'raise KeyError("typo")')
+    script = script.replace('say("ends")', "hang()")
+    launcher = job.one_node(script, *POLICY, "--ft-max-same-faults=2", ranks=2, restarts=0)
+    assert launcher.wait(50) == 1
+    said = [event for event in job.events().splitlines() if "rank 1 iteration" in event]
+    assert ["iteration 0 " in said[0], "iteration 1 " in said[1], len(said)] == [True, True, 2]
+    assert "max_same_faults=2" in launcher.log()
+    assert "KeyError: 'typo'" in launcher.log()
+
+
 @full_only
 def test_a_spare_of_the_wrapper_takes_the_place_of_a_worker_that_is_killed(job: Job) -> None:
     argv = ["--standalone", "--nproc-per-node=4", REPLACED, f"--log-dir={job.folder / 'logs'}"]

@@ -19,6 +19,7 @@ import inprocess
 from tests.inprocess.faults.events import Journal
 from tests.inprocess.faults.program import timeouts
 from tests.inprocess.faults.strike import Fault
+from tests.inprocess.restarting import UNBOUNDED
 
 __all__ = ["crowd", "endure", "orphan", "serve"]
 
@@ -54,6 +55,7 @@ def _run(journal: Journal, function: Callable[[inprocess.CallWrapper], Any], **s
     wrapper = inprocess.Wrapper(
         **{
             **timeouts(),
+            **UNBOUNDED,
             "initialize": note("initialize"),
             "abort": inprocess.Compose(inprocess.abort.AbortTorchDistributed(), note("abort")),
             "finalize": note("finalize", finalize),

@@ -20,6 +20,7 @@ from inprocess.store import TCPStore
 from tests.inprocess.faults.events import Journal
 from tests.inprocess.faults.matrix import FROM_OUTSIDE, WORLD_SIZE, Cell, Kind, Point, cell_named
 from tests.inprocess.faults.strike import Fault, strike
+from tests.inprocess.restarting import UNBOUNDED
 
 __all__ = ["BARRIER_TIMEOUT_S", "HARD_TIMEOUT_S", "HEARTBEAT_TIMEOUT_S", "SOFT_TIMEOUT_S", "run_cell", "timeouts"]
 
@@ -240,5 +241,6 @@ def run_cell(name: str, journal: Journal) -> object:
         monitor_process_logfile=str(journal.folder / "monitor_{rank}.log"),
         monitor_process_pidfile=str(journal.folder / "monitor_{rank}.pid"),
         **timeouts(),
+        **UNBOUNDED,
     )
     return wrapper(function)()

@@ -23,6 +23,7 @@ from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from inprocess.abort import AbortTorchDistributed
 from inprocess.store import EtcdStore
 from tests.inprocess.nodes.journal import Journal
+from tests.inprocess.restarting import UNBOUNDED
 
 __all__ = ["CHECKPOINTS", "ETCD", "PHASES", "Options", "train"]
 
@@ -116,6 +117,7 @@ class Program:
             monitor_process_pidfile=self._journal.folder / "monitor_{rank}.pid",
             **self._options.store(),
             **self._options.timeouts(),
+            **UNBOUNDED,
         )
 
         def function(call: inprocess.CallWrapper | None = None) -> None:
