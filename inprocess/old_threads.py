@@ -29,6 +29,7 @@ __all__ = ["OldThreads"]
 
 _PATIENCE_S = 0.1  # of threads that are ending
 _OWN_NAMES = ("ckpt-", "inprocess-", "monitor-")
+_HARMLESS = ("tqdm.", "torch._inductor.")  # modules that start one thread for the life of the process
 _GROUPS = "torch.distributed.distributed_c10d"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 _MESHES = "torch.distributed.device_mesh"
@@ -73,7 +74,7 @@ class OldThreads:
         self._old.update(dict.fromkeys(left, iteration))
         if self._old:
             self._close_entrances()
-        return [_description(thread) for thread in left]
+        return [f"{thread.name!r} ({_function_of(thread)})" for thread in left]
 
     def close(self) -> None:
         """Leave torch as it was. Idempotent."""
@@ -146,8 +147,8 @@ def _put_back(owner: Any, name: str, replacement: Any, original: Any) -> None:
         setattr(owner, name, original)
 
 
-def _description(thread: threading.Thread) -> str:
-    """Return the name of a thread, and what it runs."""
+def _function_of(thread: threading.Thread) -> str:
+    """Return the name of the function that a thread runs."""
     target = getattr(thread, "_target", None) or type(thread).run
     name = getattr(target, "__qualname__", None) or type(target).__qualname__
-    return f"{thread.name!r} ({getattr(target, '__module__', None)}.{name})"
+    return f"{getattr(target, '__module__', None)}.{name}"

@@ -149,6 +149,13 @@ def test_threads_that_end_with_the_function_are_not_named() -> None:
             finally:
                 over.set()  # the thread ends a moment later
 
+        class Monitor(threading.Thread):
+            """As tqdm starts one with the first bar."""
+
+            def run(self) -> None:
+                before.wait(_LONG_S)
+
+        Monitor.run.__module__ = "tqdm._monitor"
         with logged() as lines:
             train()
         before.set()
