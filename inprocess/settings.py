@@ -25,7 +25,7 @@ _SHORTER_THAN = (
     ("monitor_process_interval", "soft_timeout"),
 )
 _MAY_BE_ZERO = ("last_call_wait", "termination_grace_time")
-_THREADS = ("warn", "error")  # of an interrupted iteration that go on
+_THREADS = (None, "warn", "error")  # about those of an interrupted iteration that go on
 _ABSOLUTE_PATHS = ("monitor_process_logfile", "monitor_process_pidfile")
 
 
@@ -58,7 +58,7 @@ class Settings:
     monitor_process_pidfile: Any = None
     sections: Any = None
     uninterrupted_modules: Any = None  # names of modules; a tuple from here on
-    threads: str = "warn"
+    threads: str | None = None  # as "warn"
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Settings:
             raise TypeError(f"uninterrupted_modules must be names of modules, such as ('pandas',), not {modules!r}")
         self.uninterrupted_modules = tuple(modules)
         if self.threads not in _THREADS:
-            raise ValueError(f"threads must be one of {', '.join(map(repr, _THREADS))}, not {self.threads!r}")
+            raise ValueError(f"threads must be 'warn' or 'error', not {self.threads!r}")
         if not isinstance(self.enabled, bool):
             raise TypeError(f"enabled must be a bool, not {type(self.enabled).__name__}")
 
