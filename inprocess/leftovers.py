@@ -37,11 +37,11 @@ class Leftovers:
 
         The frames of an exception that goes on to the caller are kept.
         """
-        locks, imports = used_locks(failure), failed_imports(failure)
+        locks = used_locks(failure)
+        self._discard_imports(failed_imports(failure), where)  # first: what modules register ends when they are freed
         if isinstance(failure, Exception) or is_restart(failure):
             release_frames(failure)
         self._release_locks(locks, where)
-        self._discard_imports(imports, where)
         if modes := self._modes.restore():
             _log.info("%s: these modes are as they were before the function began: %s", where, ", ".join(modes))
         threads = self._threads.end(iteration)

@@ -30,6 +30,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType, FrameType
+from typing import Any
 
 from inprocess.main_thread.async_raise import async_raise, clear_async_raise
 from inprocess.main_thread.atomic import AtomicLock
@@ -229,4 +230,19 @@ def discard_imports(names: Iterable[str]) -> list[str]:
     ]
     for module in removed:
         sys.modules.pop(module, None)
+    for name, registry in _REGISTRIES.items():
+        if name in sys.modules:
+            _unregister(registry(sys.modules[name]), frozenset(removed))
     return removed
+
+
+def _unregister(registry: dict[Any, Any], removed: frozenset[str]) -> None:
+    for key, registered in list(registry.items()):
+        if getattr(registered, "__module__", None) in removed:
+            del registry[key]
+
+
+# Modules that refuse what is registered again, when the import of the module that registers it is done again.
+_REGISTRIES: dict[str, Callable[[Any], dict[Any, Any]]] = {
+    "torch.compiler._cache": lambda cache: getattr(getattr(cache, "CacheArtifactFactory", None), "_artifact_types", {}),
+}

@@ -303,6 +303,38 @@ def test_what_the_exception_of_a_signal_handler_leaves_is_discarded(
     _forget()
 
 
+_REGISTERING = """
+from torch.compiler._cache import CacheArtifact, CacheArtifactFactory
+
+@CacheArtifactFactory.register
+class Artifact(CacheArtifact):
+    def populate_cache(self):
+        pass
+
+    @staticmethod
+    def type():
+        return "of_the_test"
+"""
+
+
+def test_what_a_discarded_module_has_registered_in_torch_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch refuses it a second time, and `torch._dynamo` could not be imported any more."""
+    from torch.compiler._cache import CacheArtifactFactory
+
+    (tmp_path / "torn_package").mkdir()
+    (tmp_path / "torn_package" / "__init__.py").write_text("import torn_package.inner\nraise ValueError('once')\n")
+    (tmp_path / "torn_package" / "inner.py").write_text(_REGISTERING)
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="once") as raised:
+            _import()
+        assert "of_the_test" in CacheArtifactFactory._artifact_types
+        assert discard_imports(failed_imports(raised.value)) == ["torn_package.inner"]
+    assert "of_the_test" not in CacheArtifactFactory._artifact_types
+
+
 def test_code_that_is_executed_in_a_module_is_no_import() -> None:
     with pytest.raises(ValueError, match="of the code") as raised:
         exec("raise ValueError('of the code')", {"__name__": "inprocess.modes"})

@@ -30,7 +30,7 @@ def test_the_example_of_readme(way: Way, ranks: int, tmp_path: Path) -> None:
     ],
 )
 def test_an_exception_at_any_time(example: str, tenths: int, tmp_path: Path) -> None:
-    """Rank 1 gets it wherever it is then, in imports, too; rank 0 is interrupted wherever it is."""
+    """Rank 1 gets it at the line it executes then, or after an import; rank 0 is interrupted wherever it is."""
     ended = run_with_fault_at(example, Way.ENVIRONMENT, tmp_path, f"1:{tenths / 10}:exception", ranks=2)
     assert all(done.get("step", 300) == 300 for (done,) in ended.lines("done"))
 

@@ -66,17 +66,19 @@ def strike(step: int) -> None:
 
 
 def strike_at(seconds: float, kind: str) -> None:
-    """Let this process fail after so many seconds, at whatever line it is then, if the training function still runs.
+    """Let this process fail after so many seconds, at the line it executes then, if the training function still runs.
 
-    A signal handler raises the exception: in the middle of an import, too, as handlers of programs may.
+    Imports are left to end: one that the program itself breaks off cannot always be done again.
     """
 
     def fails(number: int, frame: FrameType | None) -> None:
         codes = [each.f_code for each, _ in traceback.walk_stack(frame)]
         if "train" not in {code.co_name for code in codes if code.co_filename.endswith(".md")}:
-            note("late")
             return
-        note("fault", kind=kind, place=f"{codes[0].co_filename}:{codes[0].co_name}")
+        if any(code.co_filename.startswith("<frozen importlib") for code in codes):
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            return
+        note("fault", kind=kind)
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("a planned fault")
