@@ -228,6 +228,9 @@ _MODES: dict[str, _Mode] = {
         lambda fp8: fp8.FP8GlobalStateManager.get_fp8_autocast_state(),
         lambda fp8, state: fp8.FP8GlobalStateManager.set_fp8_autocast_state(state),
     ),
+    "garbage collection": _Mode(
+        "gc", lambda gc: gc.isenabled(), lambda gc, enabled: gc.enable() if enabled else gc.disable()
+    ),
     "floating-point errors of numpy": _Mode(
         "numpy", lambda numpy: numpy.geterr(), lambda numpy, errors: _discard(numpy.seterr(**errors))
     ),

@@ -18,17 +18,33 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = [
+    "causes_of",
     "children_end_here",
     "excepthook_restored",
     "frozen_heap",
     "handler_errors_logged",
     "release_frames",
-    "release_logging_locks",
     "reset_libraries",
 ]
 
 _log = logging.getLogger(__name__)
+_KILL_S = 5.0
 _MOST_COLLECTIONS = 3  # destructors may make new garbage
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, those that caused it, and those in groups, each once."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        left += [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
 
 
 def release_frames(error: BaseException) -> None:
@@ -39,34 +55,11 @@ def release_frames(error: BaseException) -> None:
     collector frees may find what they need for it freed already: the iterator of a DataLoader then waits 5 s for each
     of its workers.
     """
-    left: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while left:
-        each = left.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
+    for each in causes_of(error):
         traceback.clear_frames(each.__traceback__)
-        left += [each.__cause__, each.__context__]
-        if isinstance(each, BaseExceptionGroup):
-            left += each.exceptions
     for _ in range(_MOST_COLLECTIONS):
         if not gc.collect():
             break
-
-
-def release_logging_locks() -> int:
-    """Release the locks of `logging` that the calling thread holds, and return how many they were.
-
-    Main thread, when no function of `logging` is on its stack: it was interrupted in one.
-    """
-    released = 0
-    handlers = [reference() for reference in list(logging._handlerList)]  # type: ignore[attr-defined]
-    for lock in [logging._lock, *(handler.lock for handler in handlers if handler is not None)]:  # type: ignore[attr-defined]
-        while lock is not None and lock._is_owned():
-            lock.release()
-            released += 1
-    return released
 
 
 def reset_libraries() -> None:
@@ -102,6 +95,34 @@ def _reset_dtensor_random(random: Any) -> None:
     random._rng_tracker = None
 
 
+def _end_checkpoint_process(executor: Any) -> None:
+    """Kill the process of `async_save`, which has groups with the processes of the old ranks; the next save starts one.
+
+    A save that it has not ended belongs to the old iteration, and fails. Another thread may just be waiting for the
+    process to start, and then keep it for the next iterations.
+    """
+    starting = [
+        frame.f_locals["self"]
+        for innermost in sys._current_frames().values()
+        for frame, _ in traceback.walk_stack(innermost)
+        if frame.f_code is executor._AsyncCheckpointProcess.__init__.__code__
+    ]
+    kept, executor._CHECKPOINT_PROCESS = executor._CHECKPOINT_PROCESS, None
+    for each in (*starting, kept):
+        process = getattr(each, "_save_process", None)
+        if process is not None:
+            process.kill()
+            process.join(_KILL_S)  # its destructor would wait for it to end by itself
+
+
+def _reset_megatron(parallel_state: Any) -> None:
+    """Forget the groups, their sizes and the schedule of microbatches, which are initialized only if there are none."""
+    parallel_state.destroy_model_parallel()
+    microbatches = sys.modules.get("megatron.core.num_microbatches_calculator")
+    if microbatches is not None:
+        microbatches.destroy_num_microbatches_calculator()
+
+
 def _reset_accelerate(state: Any) -> None:
     """Reset the three singletons, from which a new `Accelerator` would take the old rank, device and world size."""
     state.GradientState._reset_state()
@@ -117,6 +138,8 @@ _RESETS: dict[str, Callable[[Any], None]] = {
     "torch.distributed.device_mesh": _reset_device_meshes,
     "torch.distributed.tensor._api": _reset_dtensor_caches,
     "torch.distributed.tensor._random": _reset_dtensor_random,
+    "torch.distributed.checkpoint._async_process_executor": _end_checkpoint_process,
+    "megatron.core.parallel_state": _reset_megatron,
     "accelerate.state": _reset_accelerate,
     "lightning.fabric.utilities.rank_zero": _reset_lightning,
     "lightning_fabric.utilities.rank_zero": _reset_lightning,

@@ -38,19 +38,14 @@ from inprocess.exception import (
 )
 from inprocess.hooks import Hooks
 from inprocess.joining import Place
+from inprocess.leftovers import Leftovers
 from inprocess.main_thread.async_raise import reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.main_thread.thrower import MainThreadThrower, discard_imports
-from inprocess.modes import Modes
+from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.monitor_process.keeper import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
 from inprocess.phases import Phase
-from inprocess.process_state import (
-    handler_errors_logged,
-    release_frames,
-    release_logging_locks,
-    reset_libraries,
-)
+from inprocess.process_state import handler_errors_logged, reset_libraries
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.repetition import FaultBounds, FaultHistory, FaultLimits
 from inprocess.settings import Settings
@@ -117,7 +112,8 @@ class RestartProtocol:
         self._agreement: Agreement | None = None
         self._result: Any = None
         self._clock = RestartClock()
-        self._modes = Modes()
+        self._leftovers = Leftovers(services.thrower)
+        self._threads_left: list[str] = []
 
     def __str__(self) -> str:
         phase = "not begun" if self.phase is None else self.phase.value
@@ -135,6 +131,8 @@ class RestartProtocol:
         except BaseException as error:
             self._leave(error)
             raise
+        finally:
+            self._leftovers.close()
         self.completed = True
         return self._result
 
@@ -174,6 +172,10 @@ class RestartProtocol:
             raise monitor.failure from error
         if error is not None and not isinstance(error, Exception):
             raise error
+        if self._threads_left and self._settings.threads == "error":
+            raise RestartError(
+                f"{self}: the function has left threads running, and threads='error': {', '.join(self._threads_left)}"
+            ) from error
         if error is not None and is_bystander(self.state.rank, error, self._records):
             _log.info("%s: not a fault of this rank: %s", self, error)
             error = None
@@ -190,7 +192,7 @@ class RestartProtocol:
         failure: BaseException | None = None
         at_fault = False  # stays so for an error after the outcome is known: the abort causes that
         self._enter(Phase.BEGIN)
-        self._modes.record()
+        self._leftovers.begin()
         monitor = self._begin()
         try:
             try:
@@ -238,31 +240,12 @@ class RestartProtocol:
         with handler_errors_logged():
             discard_process_groups()
             self._services.close_group_store()
-            if isinstance(failure, Exception) or is_restart(failure):  # another one goes to the caller, with its frames
-                release_frames(failure)
-            self._make_good()
+            self._threads_left = self._leftovers.make_good(failure, self.state.iteration, str(self))
         if is_restart(failure):
             return _Interrupted(monitor, None)
         if monitor.times.thrown is None and monitor.failure is None and isinstance(failure, Exception):
             raise InternalError("this rank failed after all had completed, and cannot restart alone") from failure
         return _Interrupted(monitor, failure if at_fault or not isinstance(failure, Exception) else None)
-
-    def _make_good(self) -> None:
-        """Restore what the interruption may have left: modes of libraries, locks of `logging`, imports by halves."""
-        thrower = self._services.thrower
-        place, thrower.forced_at = thrower.forced_at, None
-        imports, thrower.interrupted_imports = thrower.interrupted_imports, []
-        locks = release_logging_locks()
-        modes = self._modes.restore()
-        if place is not None:
-            _log.warning("%s: no place without harm was found in time, the function was interrupted at %s", self, place)
-        if imports:
-            _log.warning("%s: the import of %s was interrupted; it is done again", self, ", ".join(imports))
-            discard_imports(imports)
-        if locks:
-            _log.warning("%s: the interrupted function held %d locks of logging; they are released", self, locks)
-        if modes:
-            _log.info("%s: these modes are as they were before the function began: %s", self, ", ".join(modes))
 
     def _begin(self) -> MonitorThread:
         state, services, settings = self.state, self._services, self._settings

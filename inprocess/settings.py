@@ -27,6 +27,7 @@ _SHORTER_THAN = (
 )
 _MAY_BE_ZERO = ("last_call_wait", "termination_grace_time", "max_backoff")
 _COUNTS = ("max_same_faults", "max_faults_per_hour")
+_THREADS = (None, "warn", "error")  # about those of an interrupted iteration that go on
 _ABSOLUTE_PATHS = ("monitor_process_logfile", "monitor_process_pidfile")
 FAULT_LIMIT_VARIABLES: Mapping[str, str] = MappingProxyType(
     {name: f"INPROCESS_{name.upper()}" for name in (*_COUNTS, "max_backoff")}
@@ -66,6 +67,7 @@ class Settings:
     monitor_process_pidfile: Any = None
     sections: Any = None
     uninterrupted_modules: Any = None  # names of modules; a tuple from here on
+    threads: str | None = None  # as "warn"
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -98,6 +100,8 @@ class Settings:
         if isinstance(modules, str) or not all(isinstance(name, str) for name in modules):
             raise TypeError(f"uninterrupted_modules must be names of modules, such as ('pandas',), not {modules!r}")
         self.uninterrupted_modules = tuple(modules)
+        if self.threads not in _THREADS:
+            raise ValueError(f"threads must be 'warn' or 'error', not {self.threads!r}")
         if not isinstance(self.enabled, bool):
             raise TypeError(f"enabled must be a bool, not {type(self.enabled).__name__}")
 

@@ -79,7 +79,8 @@ class Wrapper(Settings):
     more pings; see docs/restart.md. ``ckpt_launcher`` has options that replace these; None is no limit.
 
     `uninterrupted_modules` names modules and packages whose functions no restart interrupts, such as ``("pandas",)``,
-    beside those that are known (see `main_thread.thrower`).
+    beside those that are known (see `main_thread.thrower`). Threads that an interrupted function has started and not
+    ended get no process group, and are named in a warning; with `threads="error"` this rank leaves instead.
 
     With `sections`, a `fault_tolerance.FaultToleranceConfig`, a `fault_tolerance.RankMonitorClient` in the function
     needs no launcher: a section that is late by these settings restarts the job, one that is late for `hard_timeout -

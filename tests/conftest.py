@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from inprocess.modes import Modes
 from tests.support import LeakCheck
 from tests.support.seeds import use_hypothesis_profile
 from tests.support.template import rank_template
@@ -28,6 +29,44 @@ def _template_of_ranks() -> Iterator[None]:
     rank_template()
     yield
     rank_template().close()
+
+
+_RESTORED = "restored after the test"
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _restored_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Restores modes of torch, and variables that number ranks, which a test has left changed.
+
+    The tests after it would fail, in another place of each run. The summary names the test.
+    """
+    modes = Modes()
+    modes.record()
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    yield
+    changed = modes.restore()
+    for name, value in variables.items():
+        if os.environ.get(name) == value:
+            continue
+        changed.append(f"{name}={os.environ.get(name)}")
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    if changed:
+        request.node.user_properties.append((_RESTORED, ", ".join(changed)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests after which modes or variables had to be restored."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) != "teardown":
+                continue
+            for name, text in report.user_properties:
+                if name == _RESTORED:
+                    terminalreporter.write_line(f"{_RESTORED}: {report.nodeid}: {text}", yellow=True)
 
 
 @pytest.fixture

@@ -53,10 +53,10 @@ ALLOWED["integrations"] = set(ALLOWED)  # the topmost layer: nothing may import 
 INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"ipc"},  # shared with ckpt, so it knows nothing of either
     # Mechanisms that know nothing of restarts.
-    {"attribution", "compose", "deferred_log", "exception", "hardware", "main_thread", "modes", "process_state"}
-    | {"rank_environment", "settings", "tools"},
-    {"waiting"},
-    {"unblock"},
+    {"attribution", "compose", "deferred_log", "exception", "hardware", "main_thread", "modes", "old_threads"}
+    | {"process_state", "rank_environment", "settings", "tools"},
+    {"torn_locks", "waiting"},
+    {"leftovers", "unblock"},
     {"blame", "coordination", "events", "phases", "progress_watchdog", "reasons", "repetition", "state"},
     {"roster"},
     {"agreement"},

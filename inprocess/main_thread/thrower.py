@@ -26,15 +26,17 @@ import logging
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType, FrameType
+from typing import Any
 
 from inprocess.main_thread.async_raise import async_raise, clear_async_raise
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.signals import MainThreadInterrupter
 
-__all__ = ["MainThreadThrower", "discard_imports"]
+__all__ = ["MainThreadThrower", "discard_imports", "failed_imports"]
 
 _log = logging.getLogger(__name__)
 _METHODS = frozenset(("__enter__", "__exit__", "__aenter__", "__aexit__"))
@@ -54,6 +56,7 @@ _MODULES = frozenset(
 _DECORATED = frozenset(("inner", "decorate_context"))  # of `contextlib`: they call the function of the user
 _IMPORT_SYSTEM = "<frozen importlib"
 _WAITS_AFTER, _WAITS_AFTER_S = 3, 0.02  # signals at one instruction, and the time between the first and the last
+_WAITS_UNSEEN_AFTER_S = 0.5  # without signals: other threads run only at a few instructions of a loop
 
 
 @dataclass
@@ -114,14 +117,17 @@ class MainThreadThrower:
             return
         if self.interrupter.reaches_main_thread():
             self.interrupter.wake()
-        elif not self._in_import():  # without a signal only imports can be seen, from here
+        elif not self._is_protected_now(armed):
             self._armed = None
             async_raise(self._main_thread, armed.kind)
 
-    def _in_import(self) -> bool:
-        armed = self._armed
-        frame = sys._current_frames().get(self._main_thread)
-        return armed is not None and time.monotonic() < armed.limit and bool(_importing(frame, self._outermost))
+    def _is_protected_now(self, armed: _Armed) -> bool:
+        """Return whether a frame is protected, as it is seen from here, without a signal; it may leave it meanwhile."""
+        frame, now = sys._current_frames().get(self._main_thread), time.monotonic()
+        if frame is None or now >= armed.limit:
+            return False
+        is_waiting = armed.waits(frame, now, max(self.waits_after_s, _WAITS_UNSEEN_AFTER_S))
+        return self._protected(frame, is_waiting) is not None
 
     @property
     def is_pending(self) -> bool:
@@ -186,11 +192,28 @@ def _importing(frame: FrameType | None, outermost: CodeType | None) -> list[str]
     """Return the names of the modules that are being imported in these frames, the innermost first."""
     found = []
     while frame is not None and frame.f_code is not outermost:
-        code = frame.f_code
-        if code.co_filename.startswith(_IMPORT_SYSTEM) and code.co_name == "_find_and_load":
+        if _finds_and_loads(frame):
             found.append(str(frame.f_locals.get("name")))
         frame = frame.f_back
     return found
+
+
+def _finds_and_loads(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_IMPORT_SYSTEM) and frame.f_code.co_name == "_find_and_load"
+
+
+def failed_imports(error: BaseException) -> list[str]:
+    """Return the names of the modules whose import this exception has ended, such as one of a signal handler.
+
+    The import system removes its own frames from most tracebacks, and not those of the modules.
+    """
+    names = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if _finds_and_loads(frame):
+            names.append(str(frame.f_locals.get("name")))
+        elif frame.f_code.co_name == "<module>":  # so is code that `exec` runs; its module is still there
+            names.append(str(frame.f_globals.get("__name__")))
+    return [name for name in dict.fromkeys(names) if name not in sys.modules]
 
 
 def discard_imports(names: Iterable[str]) -> list[str]:
@@ -207,4 +230,19 @@ def discard_imports(names: Iterable[str]) -> list[str]:
     ]
     for module in removed:
         sys.modules.pop(module, None)
+    for name, registry in _REGISTRIES.items():
+        if name in sys.modules:
+            _unregister(registry(sys.modules[name]), frozenset(removed))
     return removed
+
+
+def _unregister(registry: dict[Any, Any], removed: frozenset[str]) -> None:
+    for key, registered in list(registry.items()):
+        if getattr(registered, "__module__", None) in removed:
+            del registry[key]
+
+
+# Modules that refuse what is registered again, when the import of the module that registers it is done again.
+_REGISTRIES: dict[str, Callable[[Any], dict[Any, Any]]] = {
+    "torch.compiler._cache": lambda cache: getattr(getattr(cache, "CacheArtifactFactory", None), "_artifact_types", {}),
+}

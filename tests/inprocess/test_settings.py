@@ -156,6 +156,13 @@ def test_wrong_types(arguments: dict[str, Any], text: str) -> None:
         Wrapper(**arguments)
 
 
+def test_what_becomes_of_threads_is_a_word() -> None:
+    for word in (None, "warn", "error"):
+        assert Wrapper(threads=word).threads == word
+    with pytest.raises(ValueError, match="threads must be 'warn' or 'error', not 'end'"):
+        Wrapper(threads="end")
+
+
 @pytest.mark.parametrize("name", ["monitor_process_logfile", "monitor_process_pidfile"])
 def test_paths_are_absolute(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"os.path.isabs\({name}\) \({name}=logs/rank"):

@@ -35,6 +35,7 @@ from tools.bench.harness import (
     write_json,
 )
 from tools.bench.processes import Note, Notes, children_of, cpu_seconds, run_forked
+from tools.bench.restart_burdens import BURDENS, Burden
 
 __all__ = ["FAULTS", "add_options", "run"]
 
@@ -44,6 +45,7 @@ _SETTLE_S = 0.02  # the others are in their collective by then
 _TIMEOUT_S = 600.0
 _TARGET_RESTART_S, _TARGET_DETECTION_S, _TARGET_HANG_S = 0.3, 0.2, 0.2
 _TARGET_GROUPS = 4.0  # times the process group made again
+_TARGET_BURDENED = 1.5  # the same, whatever the function holds or does: as the median without
 _TARGET_IDLE = 0.01  # of a core
 
 # Phases by their names in events.jsonl: each lasts until the next one begins.
@@ -82,13 +84,15 @@ class Restart:
     unplanned: list[str]
 
 
-def measure_restarts(kind: str, ranks: int, restarts: int, soft_timeout_s: float) -> list[Restart]:
+def measure_restarts(
+    kind: str, ranks: int, restarts: int, soft_timeout_s: float, burden: str | None = None
+) -> list[Restart]:
     """Restart in one job, or each time in a job of its own if the rank that fails is lost."""
     survives = kind in ("exception", "hang")
     jobs = [(restarts, 0)] if survives else [(1, number) for number in range(restarts)]
     found = []
     for faults, first in jobs:
-        job = _FailingJob(kind, ranks, faults, first % ranks, soft_timeout_s)
+        job = _FailingJob(kind, ranks, faults, first % ranks, soft_timeout_s, BURDENS.get(burden or "", Burden()))
         notes, events = run_forked(job.run, ranks, _TIMEOUT_S)
         at = sorted(note.iteration for note in notes if note.name == "fault")
         found += [
@@ -106,6 +110,7 @@ class _FailingJob:
     faults: int
     first_victim: int
     soft_timeout_s: float
+    burden: Burden
 
     def run(self, rank: int, notes: Notes, folder: Path) -> None:
         """Run the rank, to its end or its fault."""
@@ -115,6 +120,7 @@ class _FailingJob:
             options["soft_timeout"] = timedelta(seconds=self.soft_timeout_s)
         wrapper = inprocess.Wrapper(monitor_process_logfile=folder / "rank-{rank}.log", **options)
 
+        self.burden.prepare()
         done: list[int] = []  # iterations with a fault: the same on all ranks, because each then waits for all
 
         def train(call: inprocess.CallWrapper) -> None:
@@ -123,12 +129,15 @@ class _FailingJob:
             notes.add("ready", call.iteration)
             if len(done) < self.faults:
                 done.append(call.iteration)
+                held = self.burden.hold()
                 self._measure_floor(call, notes)
                 if rank == (self.first_victim + len(done)) % self.ranks:
                     time.sleep(_SETTLE_S)
                     notes.add("fault", call.iteration)
                     self._fail()
+                self.burden.work()
                 dist.barrier()
+                del held
             dist.destroy_process_group()
 
         wrapper(train)(None)  # type: ignore[arg-type]  # the call is passed by the wrapper
@@ -228,7 +237,7 @@ def measure_idle(seconds: float) -> Idle:
 def _rows(results: dict[str, list[Restart]], idle: Idle | None, soft_timeout_s: float) -> list[Row]:
     rows = []
     for kind, restarts in results.items():
-        rows += _rows_of(kind, restarts, soft_timeout_s)
+        rows += _rows_of(kind, restarts, soft_timeout_s) if kind in FAULTS else _rows_with_burden(kind, restarts)
     if idle is not None:
         rows += [Row(f"idle: {name}", [share], [_TARGET_IDLE], 1.0, percent) for name, share in idle.shares.items()]
     return rows
@@ -256,12 +265,22 @@ def _rows_of(kind: str, restarts: list[Restart], soft_timeout_s: float) -> list[
     return rows
 
 
+def _rows_with_burden(name: str, restarts: list[Restart]) -> list[Row]:
+    running, floor = [restart.running for restart in restarts], [restart.floor for restart in restarts]
+    return [
+        Row(f"exception, {name}: running again on all ranks", running, floor, _TARGET_BURDENED),
+        Row("  limit: destroy and make the group, barrier", floor),
+    ]
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this kind."""
     parser.add_argument("--ranks", type=at_least(2), default=4, help="at the start of each job (default: 4)")
     parser.add_argument("--restarts", type=at_least(1), default=50, help="after each kind of fault (default: 50)")
     faults = ", ".join(FAULTS)
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=FAULTS, metavar="FAULT", help=faults)
+    burdens = f"held or done by the function when an exception comes: {', '.join(BURDENS)}"
+    parser.add_argument("--burdens", nargs="*", default=list(BURDENS), choices=BURDENS, metavar="BURDEN", help=burdens)
     parser.add_argument("--soft-timeout", type=_soft_timeout, default=2.0, metavar="S", help="of hangs (default: 2)")
     parser.add_argument("--idle", type=float, default=20.0, metavar="S", help="how long to idle; 0: not at all")
 
@@ -276,10 +295,11 @@ def run(options: argparse.Namespace) -> None:
     """Measure all kinds of faults, then a job that idles, and print a table."""
     torch.set_num_threads(1)  # of this process and those forked from it
     results = {}
-    for kind in options.faults:
+    for kind in (*options.faults, *options.burdens):
         text = f"{kind}: {options.restarts} restarts of {options.ranks} ranks ...    "
         print(f"\r{text}", end="", file=sys.stderr, flush=True)
-        results[kind] = measure_restarts(kind, options.ranks, options.restarts, options.soft_timeout)
+        fault, burden = (kind, None) if kind in FAULTS else ("exception", kind)
+        results[kind] = measure_restarts(fault, options.ranks, options.restarts, options.soft_timeout, burden)
         for reason in {reason for restart in results[kind] for reason in restart.unplanned}:
             print(f"\nnot planned: {reason}", file=sys.stderr)
     print(file=sys.stderr)

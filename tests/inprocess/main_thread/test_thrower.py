@@ -24,8 +24,9 @@ import pytest
 import torch
 
 from inprocess.main_thread.atomic import AtomicLock
-from inprocess.main_thread.thrower import MainThreadThrower, discard_imports
+from inprocess.main_thread.thrower import MainThreadThrower, discard_imports, failed_imports
 from inprocess.modes import Modes
+from inprocess.torn_locks import release_torn_locks, used_locks
 from tests.support import LeakCheck
 
 _LONG_S = 60.0
@@ -54,6 +55,7 @@ class _Walk:
         thrower.waits_after_s = _LONG_S  # the signals come from this thread, always from the same instruction
         self._place = 0
         self._seen = 0
+        self.raised: Thrown | None = None
 
     def count(self, function: Callable[[], object]) -> int:
         """Return how many places the function has."""
@@ -62,12 +64,13 @@ class _Walk:
 
     def throws_at(self, place: int, function: Callable[[], object]) -> bool:
         """Return whether the function has a place of this number; what was thrown there came out of it, or was late."""
-        self._place, self._seen = place, 0
+        self._place, self._seen, self.raised = place, 0, None
         sys.setprofile(self._pass)
         try:
             function()
             self._thrower.disarm()
-        except Thrown:
+        except Thrown as error:
+            self.raised = error
             return True
         finally:
             sys.setprofile(None)
@@ -187,6 +190,34 @@ def test_no_lock_is_left_wherever_it_is_thrown(thrower: MainThreadThrower) -> No
     assert place > 20
 
 
+def test_locks_that_are_torn_all_the_same_are_released(thrower: MainThreadThrower) -> None:
+    """Past its limit the exception is raised in `queue` and `threading`, too."""
+    items: queue.Queue[int] = queue.Queue(2)
+    event, semaphore = threading.Event(), threading.Semaphore(2)
+
+    def function() -> None:
+        items.put(1)
+        items.get_nowait()
+        event.set()
+        semaphore.release()
+
+    function()
+    walk, place, torn = _Walk(thrower, limit_s=0.0), 0, 0
+    while walk.throws_at(place, function):
+        locks = (items.mutex, event._cond._lock, semaphore._cond._lock)  # type: ignore[attr-defined]
+        torn += any(lock.locked() for lock in locks)
+        if walk.raised is not None:
+            release_torn_locks(used_locks(walk.raised))
+        for lock in locks:
+            assert lock.acquire(blocking=False), place
+            lock.release()
+        while not items.empty():
+            items.get_nowait()
+        place += 1
+    assert place > 20
+    assert torn > 0
+
+
 def _package(folder: Path) -> None:
     """Write a package whose modules need each other, as large ones do."""
     package = folder / "torn_package"
@@ -244,6 +275,70 @@ def test_what_a_torn_import_leaves_is_discarded(
         _forget()
     assert torn > 20
     assert thrower.forced_at is not None
+
+
+def test_what_the_exception_of_a_signal_handler_leaves_is_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs raise in handlers; PyTorch does so when a worker of a DataLoader was killed."""
+    _package(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "torn_package" / "second.py").write_text("import signal\nsignal.raise_signal(signal.SIGUSR1)\n")
+
+    def fails(number: int, frame: FrameType | None) -> None:
+        raise RuntimeError("a worker was killed")
+
+    before = signal.signal(signal.SIGUSR1, fails)
+    try:
+        with pytest.raises(RuntimeError, match="a worker was killed") as raised:
+            _import()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "torn_package.first" in sys.modules
+    assert failed_imports(raised.value) == ["torn_package", "torn_package.second"]
+    discard_imports(failed_imports(raised.value))
+    (tmp_path / "torn_package" / "second.py").write_text("from torn_package.first import value\n")
+    importlib.invalidate_caches()
+    assert _use() == 6
+    _forget()
+
+
+_REGISTERING = """
+from torch.compiler._cache import CacheArtifact, CacheArtifactFactory
+
+@CacheArtifactFactory.register
+class Artifact(CacheArtifact):
+    def populate_cache(self):
+        pass
+
+    @staticmethod
+    def type():
+        return "of_the_test"
+"""
+
+
+def test_what_a_discarded_module_has_registered_in_torch_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch refuses it a second time, and `torch._dynamo` could not be imported any more."""
+    from torch.compiler._cache import CacheArtifactFactory
+
+    (tmp_path / "torn_package").mkdir()
+    (tmp_path / "torn_package" / "__init__.py").write_text("import torn_package.inner\nraise ValueError('once')\n")
+    (tmp_path / "torn_package" / "inner.py").write_text(_REGISTERING)
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="once") as raised:
+            _import()
+        assert "of_the_test" in CacheArtifactFactory._artifact_types
+        assert discard_imports(failed_imports(raised.value)) == ["torn_package.inner"]
+    assert "of_the_test" not in CacheArtifactFactory._artifact_types
+
+
+def test_code_that_is_executed_in_a_module_is_no_import() -> None:
+    with pytest.raises(ValueError, match="of the code") as raised:
+        exec("raise ValueError('of the code')", {"__name__": "inprocess.modes"})
+    assert failed_imports(raised.value) == []
 
 
 def _throw_from_a_thread(thrower: MainThreadThrower, limit_s: float, begin: threading.Event) -> threading.Thread:
@@ -343,6 +438,40 @@ def test_a_main_thread_that_blocks_the_signal_gets_the_exception_all_the_same(th
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     thread.join()
+
+
+def test_without_a_signal_no_lock_is_left_either(thrower: MainThreadThrower) -> None:
+    """The exception is set by another thread then, which looks at the stack before."""
+    number = thrower.interrupter.signal_number
+    assert number is not None
+    items: queue.Queue[int] = queue.Queue()
+
+    class Slow:
+        """Put into the queue, it keeps the main thread in a function of `queue`."""
+
+        def __enter__(self) -> None:
+            begin.set()
+            until = time.monotonic() + 0.2
+            while time.monotonic() < until:
+                pass
+            over.append(True)
+
+        def __exit__(self, *error: object) -> None: ...
+
+    over: list[bool] = []
+    begin = threading.Event()
+    thread = _throw_from_a_thread(thrower, _LONG_S, begin)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        with pytest.raises(Thrown), Slow():  # noqa: PT012
+            until = time.monotonic() + _LONG_S
+            while time.monotonic() < until:
+                items.put(1)
+                items.get()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    thread.join()
+    assert over == [True]
 
 
 def test_nothing_is_raised_after_it_was_disarmed(thrower: MainThreadThrower) -> None:

@@ -90,7 +90,32 @@ def run_program(
 
     `lost` are the ranks that are killed. AssertionError with all output.
     """
-    with _started(PROGRAMS / f"{name}.py", way, folder, ranks, {"TEST_FAULTS": faults}) as processes:
+    ended = _run(name, way, folder, ranks, {"TEST_FAULTS": faults}, lost, timeout)
+    problems = ended.problems(ranks, faults, lost)
+    assert not problems, "\n".join(problems)
+    return ended
+
+
+def run_with_fault_at(
+    name: str, way: Way, folder: Path, fault: str, *, ranks: int, lost: tuple[int, ...] = (), timeout: float = 100.0
+) -> Ended:
+    """Run a program of this folder with a fault at a time (see `journal.begin`): it must end right all the same.
+
+    All ranks that are left must end with the same weights, after one restart at most. AssertionError with all output.
+    """
+    ended = _run(name, way, folder, ranks, {"TEST_FAULT_AT": fault}, lost, timeout)
+    left = [rank for rank in range(ranks) if rank not in lost]
+    assert len({done["weights"] for rank in left for done in ended.lines("done")[rank]}) == 1, ended.output
+    for rank in left:
+        assert len(ended.lines("done")[rank]) == 1, ended.output
+        assert len(ended.lines("begin")[rank]) <= 2, ended.output
+    return ended
+
+
+def _run(
+    name: str, way: Way, folder: Path, ranks: int, variables: dict[str, str], lost: tuple[int, ...], timeout: float
+) -> Ended:
+    with _started(PROGRAMS / f"{name}.py", way, folder, ranks, variables) as processes:
         deadline = time.monotonic() + timeout
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -100,9 +125,7 @@ def run_program(
             _dump_stacks(folder)
     ended = Ended(codes, _journals(folder, ranks), _output(folder))
     expected = [-9 if way is Way.ENVIRONMENT and rank in lost else 0 for rank in range(len(codes))]
-    problems = ended.problems(ranks, faults, lost)
     assert codes == expected, f"exit codes {codes}, not {expected}\n{ended.output}"
-    assert not problems, "\n".join(problems)
     return ended
 
 

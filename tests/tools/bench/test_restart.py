@@ -10,6 +10,7 @@ import pytest
 from tools.bench.__main__ import main
 from tools.bench.harness import percentile
 from tools.bench.restart import FAULTS
+from tools.bench.restart_burdens import BURDENS
 
 pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
 
@@ -21,11 +22,11 @@ def test_a_small_run(tmp_path: Path) -> None:
     small = ["--ranks", "2", "--restarts", "1", "--soft-timeout", "1.1", "--idle", "0.5"]
     command = [sys.executable, "-m", "tools.bench", "restart", *small, "--json", str(document)]
     # In a process of its own: it forks, which pytest's process is not made for.
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=55)
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
     measured = json.loads(document.read_text())
-    assert measured["restarts"].keys() == set(FAULTS)
+    assert measured["restarts"].keys() == {*FAULTS, *BURDENS}
     for restarts in measured["restarts"].values():
         (restart,) = restarts
         assert 0 < restart["detected"] < restart["running"] < restart["ready"]
@@ -33,6 +34,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         assert {"outcome", "last_call", "aborted", "barrier", "assignment", "begin"} <= restart["phases"].keys()
     titles = [row["title"] for row in measured["rows"]]
     assert {f"{kind}: running again on all ranks" for kind in FAULTS} < set(titles)
+    assert {f"exception, {burden}: running again on all ranks" for burden in BURDENS} < set(titles)
     assert [title for title in titles if title.startswith("idle")] == [
         "idle: active rank",
         "idle: active monitor process",

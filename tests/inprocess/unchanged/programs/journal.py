@@ -10,9 +10,11 @@ import json
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,11 +34,18 @@ def note(event: str, **values: Any) -> None:
 
 
 def begin(**values: Any) -> None:
-    """The training function is called."""
+    """The training function is called, from the caller of this function.
+
+    TEST_FAULT_AT holds `process:seconds:kind`: a fault so long after the first call.
+    """
     global _calls
     _calls += 1
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     note("begin", **{name: os.environ.get(name) for name in names}, **values)
+    process, _, planned = os.environ.get("TEST_FAULT_AT", "").partition(":")
+    if _calls == 0 and process == str(PROCESS):
+        seconds, kind = planned.split(":")
+        strike_at(float(seconds), kind)
 
 
 def strike(step: int) -> None:
@@ -54,6 +63,28 @@ def strike(step: int) -> None:
         if kind == "hang":
             time.sleep(600)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def strike_at(seconds: float, kind: str) -> None:
+    """Let this process fail after so many seconds, at the line it executes then, if the training function still runs.
+
+    Imports are left to end: one that the program itself breaks off cannot always be done again.
+    """
+
+    def fails(number: int, frame: FrameType | None) -> None:
+        codes = [each.f_code for each, _ in traceback.walk_stack(frame)]
+        if "train" not in {code.co_name for code in codes if code.co_filename.endswith(".md")}:
+            return
+        if any(code.co_filename.startswith("<frozen importlib") for code in codes):
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            return
+        note("fault", kind=kind)
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("a planned fault")
+
+    signal.signal(signal.SIGALRM, fails)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:

@@ -1,0 +1,137 @@
+"""Locks that an interrupted function has left locked.
+
+A function that is interrupted between the acquisition of a lock and the `try` that releases it leaves it locked, and
+the next iteration waits for it. The wrapper interrupts no function of `queue` and `threading`, if it can; handlers of
+signals of the program raise exceptions anywhere. So after an iteration these locks are released:
+
+* those of the handlers of `logging`, and the one of its module;
+* of what the frames of the interrupted function refer to, also by one attribute: locks that know their owner (RLock,
+  and the locks of `multiprocessing`), and the inner locks of objects of the standard library (`queue.Queue`,
+  `Condition`, `Event`, `Semaphore`, ...), which no thread holds longer than for a moment.
+
+A plain `Lock` does not know its owner, and another thread may hold it for long. One that was left locked stays so.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+from inprocess.process_state import causes_of
+
+__all__ = ["TornLock", "release_logging_locks", "release_torn_locks", "used_locks"]
+
+_RLOCK, _LOCK = type(threading.RLock()), type(threading.Lock())
+_INNER = {"mutex", "_lock", "_cond", "not_empty", "not_full", "all_tasks_done", "_rlock", "_wlock", "_notempty"}
+_LIBRARIES = ("queue", "threading", "multiprocessing.queues", "multiprocessing.synchronize")
+_PATIENCE_S = 2.0  # for a plain lock: the thread that holds it may wait for a processor
+_SLICE_S = 0.05
+
+
+@dataclass(frozen=True)
+class TornLock:
+    """A lock that the interrupted function used. `owner` names the object that it is of."""
+
+    owner: str
+    lock: Any
+
+
+def release_logging_locks() -> int:
+    """Release the locks of `logging` that the calling thread holds, and return how many they were.
+
+    Main thread, when no function of `logging` is on its stack: it was interrupted in one.
+    """
+    handlers = [reference() for reference in list(logging._handlerList)]  # type: ignore[attr-defined]
+    locks = [logging._lock, *(handler.lock for handler in handlers if handler is not None)]  # type: ignore[attr-defined]
+    return sum(_release_own(lock) for lock in locks if lock is not None)
+
+
+def used_locks(error: BaseException) -> list[TornLock]:
+    """Return the locks that the frames which raised `error`, and its causes, may have left locked.
+
+    To be called before their local variables are freed.
+    """
+    found: dict[int, TornLock] = {}
+    for each in causes_of(error):
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            for value in _objects_of(frame):
+                found.update((id(lock.lock), lock) for lock in _locks_of(value))
+    return list(found.values())
+
+
+def release_torn_locks(locks: list[TornLock]) -> list[str]:
+    """Release those that the dead function holds; return the names of their owners. Main thread, outside of them.
+
+    A plain lock that is locked is waited for, at most 2 s: one that no other thread releases meanwhile is released.
+    """
+    return [each.owner for each in locks if _release_own(each.lock) or _release_plain(each.lock)]
+
+
+def _objects_of(frame: FrameType) -> Iterator[Any]:
+    """Return what a frame refers to, and its attributes.
+
+    `f_locals` would make a copy of the variables, which lives as long as the frame and its traceback.
+    """
+    named = [frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals]
+    for value in (*gc.get_referents(frame), *named):
+        if isinstance(value, ModuleType | type | FunctionType | CodeType | dict):
+            continue
+        yield value
+        if type(value).__name__ == "cell":  # a variable of the function around it
+            yield from gc.get_referents(value)
+            continue
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield from list(attributes.values())
+
+
+def _locks_of(value: Any, is_inner: bool = False) -> Iterator[TornLock]:
+    """Return the lock, or the locks in an object of the standard library.
+
+    A `Condition` of the program may have a plain lock of the program, which another thread may hold for long.
+    """
+    kind = type(value)
+    owner = f"{kind.__module__}.{kind.__qualname__}"
+    if kind is _RLOCK:
+        yield TornLock(owner, value)
+    if not any(base.__module__ in _LIBRARIES for base in kind.__mro__):
+        return
+    attributes = vars(value)
+    if "_semlock" in attributes:
+        yield TornLock(owner, value)
+    for name in _INNER & attributes.keys():
+        inner = attributes[name]
+        if isinstance(inner, _RLOCK) or (isinstance(inner, _LOCK) and (is_inner or kind is not threading.Condition)):
+            yield TornLock(owner, inner)
+        else:
+            yield from (TornLock(owner, lock.lock) for lock in _locks_of(inner, is_inner=True))
+
+
+def _release_own(lock: Any) -> int:
+    """Release a lock that knows its owner, if that is the calling thread; return how often."""
+    is_owned: Callable[[], bool] | None
+    is_owned = lock._semlock._is_mine if hasattr(lock, "_semlock") else getattr(lock, "_is_owned", None)
+    released = 0
+    while is_owned is not None and is_owned():
+        lock.release()
+        released += 1
+    return released
+
+
+def _release_plain(lock: Any) -> bool:
+    if not isinstance(lock, _LOCK) or not lock.locked():
+        return False
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        if lock.acquire(timeout=_SLICE_S):
+            lock.release()
+            return False
+    lock.release()
+    return True

@@ -1,0 +1,226 @@
+"""Locks of the standard library that an interrupted function has left locked."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from inprocess import CallWrapper, Wrapper
+from inprocess.torn_locks import release_torn_locks, used_locks
+from tests.inprocess.restarting import SHORT, logged
+from tests.support import LeakCheck, rank_values
+
+ITEMS: queue.Queue[int] = queue.Queue()
+
+
+def test_the_next_iteration_can_use_a_queue_that_the_last_one_has_left_locked() -> None:
+    """As a function leaves it that is interrupted in `put`, before the `try` that releases the lock."""
+
+    def main(rank: int, world_size: int) -> Any:
+        items: queue.Queue[int] = queue.Queue()
+
+        @Wrapper(**SHORT)
+        def train(call: CallWrapper | None = None) -> int:
+            assert call is not None
+            if call.iteration == 0:
+                items.mutex.acquire()
+                raise ValueError("fault")
+            items.put(call.iteration)
+            return items.get()
+
+        with logged() as lines:
+            result = train()
+        return result, [line for line in lines if "held locks" in line]
+
+    (result, lines) = rank_values(main, 1)[0]
+    assert result == 1
+    assert len(lines) == 1
+    assert "queue.Queue" in lines[0]
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.items: queue.Queue[int] = queue.Queue()
+
+    def fails(self) -> None:
+        self.items.mutex.acquire()
+        raise ValueError("fault")
+
+
+def _of_a_global() -> Any:
+    def function() -> None:
+        ITEMS.mutex.acquire()
+        raise ValueError("fault")
+
+    return function, ITEMS.mutex
+
+
+def _of_an_attribute() -> Any:
+    holder = _Holder()
+    return holder.fails, holder.items.mutex
+
+
+def _of_the_variable_of_a_function_around() -> Any:
+    items: queue.PriorityQueue[int] = queue.PriorityQueue()
+
+    def function() -> None:
+        items.not_full.acquire()
+        raise ValueError("fault")
+
+    return function, items.mutex
+
+
+def _of_a_cause() -> Any:
+    event = threading.Event()
+
+    def acquires() -> None:
+        event._cond.acquire()  # type: ignore[attr-defined]
+        raise ValueError("fault")
+
+    def function() -> None:
+        try:
+            acquires()
+        except ValueError as error:
+            raise RuntimeError("of the cleaning up") from error
+
+    return function, event._cond  # type: ignore[attr-defined]
+
+
+def _reentrant() -> Any:
+    condition = threading.Condition()
+
+    def function() -> None:
+        condition.acquire()
+        condition.acquire()
+        raise ValueError("fault")
+
+    return function, condition
+
+
+def _of_processes() -> Any:
+    lock = multiprocessing.get_context("spawn").Lock()
+
+    def function() -> None:
+        lock.acquire()
+        raise ValueError("fault")
+
+    return function, lock
+
+
+def _semaphore() -> Any:
+    semaphore = threading.Semaphore()
+
+    def function() -> None:
+        semaphore._cond.acquire()  # type: ignore[attr-defined]
+        raise ValueError("fault")
+
+    return function, semaphore._cond  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _of_a_global,
+        _of_an_attribute,
+        _of_the_variable_of_a_function_around,
+        _of_a_cause,
+        _reentrant,
+        _of_processes,
+        _semaphore,
+    ],
+    ids=lambda make: make.__name__.strip("_"),
+)
+def test_it_is_found_and_released(make: Any) -> None:
+    function, lock = make()
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        function()
+    assert len(release_torn_locks(used_locks(raised.value))) == 1
+    taken: list[bool] = []
+
+    def take() -> None:
+        taken.append(lock.acquire(timeout=20))
+        lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    assert taken == [True]
+
+
+@pytest.fixture
+def held() -> Iterator[threading.Condition]:
+    """A condition with a plain lock, which another thread holds as long as the test runs."""
+    condition, entered, over = threading.Condition(threading.Lock()), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with condition:
+            entered.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait(60)
+    yield condition
+    over.set()
+    thread.join()
+
+
+def test_locks_that_another_thread_holds_are_left_alone(held: threading.Condition, leak_check: LeakCheck) -> None:
+    reentrant, entered, over = threading.RLock(), threading.Event(), threading.Event()
+    items: queue.Queue[int] = queue.Queue()
+
+    def hold() -> None:
+        with reentrant:
+            entered.set()
+            over.wait(60)
+
+    def hold_briefly() -> None:
+        with items.mutex:
+            entered.set()
+            over.wait(0.2)
+
+    threads = [threading.Thread(target=hold), threading.Thread(target=hold_briefly)]
+    for thread in threads:
+        entered.clear()
+        thread.start()
+        entered.wait(60)
+
+    def function() -> None:
+        _ = held, reentrant, items
+        raise ValueError("fault")
+
+    try:
+        with pytest.raises(ValueError, match="fault") as raised:
+            function()
+        assert release_torn_locks(used_locks(raised.value)) == []
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_frames_do_not_keep_what_was_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    import traceback
+    import weakref
+
+    class Large:
+        pass
+
+    kept: list[Any] = []
+
+    def function() -> None:
+        large = Large()
+        kept.append(weakref.ref(large))
+        raise ValueError("fault")
+
+    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match="fault") as raised:
+        function()
+    used_locks(raised.value)
+    traceback.clear_frames(raised.value.__traceback__)
+    assert kept[0]() is None
