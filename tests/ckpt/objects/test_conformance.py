@@ -425,7 +425,7 @@ def test_saves_in_this_process(root: Root) -> None:
     def state(value: float) -> dict[str, Any]:
         return {"w": torch.arange(30_000.0) * value, "small": torch.tensor([value]), "value": value}
 
-    with ckpt.Checkpointer(root.path, keep_last=2, threads=2, file_bytes=50_000) as checkpointer:
+    with ckpt.Checkpointer(root.path, keep=2, staging=ckpt.Staging(threads=2, file_bytes=50_000)) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save_request(state(float(step)), step).execute_sync()
         assert checkpointer.all_steps() == [2, 3]
