@@ -18,6 +18,7 @@ from ckpt.errors import (
     ConversionError,
     FencedError,
     FormatVersionError,
+    RemoteTraceback,
     SaveAbandonedError,
     StateError,
     StateMismatchError,
@@ -41,9 +42,12 @@ if TYPE_CHECKING:
     from ckpt.loading.zarr_store import zarr_store
     from ckpt.mirroring.options import Mirror
     from ckpt.observing import Observation, observe
+    from ckpt.options import Snapshots, Staging
     from ckpt.planning.state_dict import PerRank, RngState
     from ckpt.preemption import PreemptionWatcher
+    from ckpt.ranks import Ranks
     from ckpt.saving.retention import Best, Every, EverySeconds, Keep, Latest, Pinned
+    from ckpt.saving.scheduled import wait_until_written
     from ckpt.values.registry import Unregistered, register_encoder
     from ckpt.values.tensor_subclasses import register_tensor_subclass
 
@@ -72,8 +76,12 @@ __all__ = [
     "PerRank",
     "Pinned",
     "PreemptionWatcher",
+    "Ranks",
+    "RemoteTraceback",
     "RngState",
     "SaveAbandonedError",
+    "Snapshots",
+    "Staging",
     "StateError",
     "StateMismatchError",
     "StorageError",
@@ -87,6 +95,7 @@ __all__ = [
     "open",
     "register_encoder",
     "register_tensor_subclass",
+    "wait_until_written",
     "zarr_store",
 ]
 
@@ -103,14 +112,18 @@ _LAZY = {
     "Mirror": "ckpt.mirroring.options",
     "Observation": "ckpt.observing",
     "observe": "ckpt.observing",
+    "Snapshots": "ckpt.options",
+    "Staging": "ckpt.options",
     "PerRank": "ckpt.planning.state_dict",
     "PreemptionWatcher": "ckpt.preemption",
+    "Ranks": "ckpt.ranks",
     "RngState": "ckpt.planning.state_dict",
     "Unregistered": "ckpt.values.registry",
     "register_encoder": "ckpt.values.registry",
     "load": "ckpt.loading.load",
     "open": "ckpt.loading.lazy",
     "register_tensor_subclass": "ckpt.values.tensor_subclasses",
+    "wait_until_written": "ckpt.saving.scheduled",
     "zarr_store": "ckpt.loading.zarr_store",
 }
 

@@ -26,6 +26,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
+from ckpt.arguments import duration
 from ckpt.distributed import torch_distributed
 from ckpt.errors import CheckpointError
 from ckpt.signal_pipe import SignalPipe, signal_name
@@ -88,13 +89,13 @@ class PreemptionWatcher(Uncopied):
         checkpointer: Saves,
         *,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
-        grace: timedelta = timedelta(seconds=25),
-        notice: timedelta | None = None,
+        grace: timedelta | float = timedelta(seconds=25),
+        notice: timedelta | float | None = None,
         stop_file: str | os.PathLike[str] | None = None,
         poll: Callable[[], bool | timedelta | None] | None = None,
         slurm_end_time: bool = True,
         exit_code: int = os.EX_TEMPFAIL,
-        interval: timedelta = timedelta(seconds=1),
+        interval: timedelta | float = timedelta(seconds=1),
     ) -> None:
         """Install the signal handlers, and begin to watch.
 
@@ -394,10 +395,8 @@ class PreemptionWatcher(Uncopied):
         os._exit(self._exit_code)
 
 
-def _seconds(name: str, time_given: timedelta) -> float:
-    if time_given <= timedelta(0):
-        raise ValueError(f"{name} must be a positive time, not {time_given}")
-    return time_given.total_seconds()
+def _seconds(name: str, time_given: timedelta | float) -> float:
+    return duration(name, time_given).total_seconds()
 
 
 def _end_of_job() -> float | None:

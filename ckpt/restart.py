@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ckpt.arguments import duration
 from ckpt.checkpointer import Checkpointer
 from ckpt.events import Restarted
-from ckpt.loading.all_or_none import Group
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.store_ranks import StoreRanks
 from inprocess.abort import Abort
@@ -42,7 +42,7 @@ from inprocess.unblock.stores import connect_store
 if TYPE_CHECKING:
     from inprocess.fault_tolerance import RankMonitorClient
 
-__all__ = ["CheckpointAbort", "CheckpointFinalize", "CheckpointInitialize", "Recoverable", "report_sections"]
+__all__ = ["Bridge", "CheckpointAbort", "CheckpointFinalize", "CheckpointInitialize", "Recoverable", "report_sections"]
 
 _log = logging.getLogger("ckpt")
 
@@ -54,7 +54,7 @@ def report_sections(checkpointer: Checkpointer, client: RankMonitorClient) -> No
     ``ckpt.write``, in the background. A late ``ckpt.write`` ends the save and its writer process, never the rank.
     Sections that are not in the configuration cost nothing; nor does any while the client is shut down.
     """
-    checkpointer.observe_phases(_Sections(client), client.begin_in_background)
+    checkpointer.bridge.observe_phases(_Sections(client), client.begin_in_background)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class _Sections:
         return self.client.section(name) if self.client.is_initialized else contextlib.nullcontext()
 
 
-class Recoverable(Protocol):
-    """What the hooks need of a `Checkpointer`, or of an adapter that has several."""
+class Bridge(Protocol):
+    """The saves and restores of one or several `Checkpointer`s, for the hooks; see `ckpt.engine.bridge`."""
 
     @property
     def last_restore(self) -> object: ...
@@ -80,21 +80,21 @@ class Recoverable(Protocol):
     def recover_from_fault(self, drain_timeout: timedelta | None, rank: int | None = 0) -> None: ...
 
 
-class RestoresRegistered(Protocol):
-    """What `CheckpointInitialize` needs of a `Checkpointer`."""
+class Recoverable(Protocol):
+    """A `Checkpointer`, or an adapter that has several."""
 
-    def leave_restoring_to_next_iteration(self) -> None: ...
-    def restore_registered(self, ranks: Group, restart: int) -> None: ...
+    @property
+    def bridge(self) -> Bridge: ...
 
 
 class CheckpointAbort(Abort):
     """Wakes a main thread that waits for a checkpoint: for a free slot, or for saves to be decided."""
 
     def __init__(self, checkpointer: Recoverable) -> None:
-        self._checkpointer = checkpointer
+        self._bridge = checkpointer.bridge
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        self._checkpointer.interrupt()
+        self._bridge.interrupt()
         return state
 
 
@@ -116,30 +116,29 @@ class CheckpointFinalize(Finalize):
         self,
         checkpointer: Recoverable,
         on_fault: Literal["drain", "abort"] = "drain",
-        drain_timeout: timedelta = timedelta(seconds=30),
+        drain_timeout: timedelta | float = timedelta(seconds=30),
     ) -> None:
         if on_fault not in ("drain", "abort"):
             raise ValueError(f"on_fault must be 'drain' or 'abort', not {on_fault!r}")
-        if drain_timeout < timedelta(0):
-            raise ValueError(f"drain_timeout must not be negative, but is {drain_timeout}")
-        self._checkpointer = checkpointer
-        self._drain_timeout = drain_timeout if on_fault == "drain" else None
+        longest = duration("drain_timeout", drain_timeout, or_zero=True)
+        self._bridge = checkpointer.bridge
+        self._drain_timeout = longest if on_fault == "drain" else None
 
     def __call__(self, state: FrozenState) -> FrozenState:
         begin = time.monotonic()
-        fault_time = self._checkpointer.interrupted_at
-        self._checkpointer.recover_from_fault(self._drain_timeout, state.active_rank)
+        fault_time = self._bridge.interrupted_at
+        self._bridge.recover_from_fault(self._drain_timeout, state.active_rank)
         if is_observed():
             now = time.time()
             seconds = time.monotonic() - begin if fault_time is None else max(0.0, now - fault_time)
             rank = next((rank for rank in (state.active_rank, state.rank) if rank is not None), -1)
-            step = self._checkpointer.resume_step
+            step = self._bridge.resume_step
             emit(Restarted(now, rank, state.iteration + 1, seconds, _cause(state), fault_time, step))
         _log.info(
             "checkpoints are ready for iteration %d after %.0f ms; restored %s",
             state.iteration + 1,
             1000 * (time.monotonic() - begin),
-            self._checkpointer.last_restore or "nothing",
+            self._bridge.last_restore or "nothing",
         )
         return state
 
@@ -154,10 +153,10 @@ class CheckpointInitialize(Initialize):
     Main thread. What it raises is a fault of the iteration, like any other.
     """
 
-    def __init__(self, checkpointer: RestoresRegistered, timeout: timedelta = timedelta(minutes=2)) -> None:
-        self._checkpointer = checkpointer
-        self._timeout = timeout
-        checkpointer.leave_restoring_to_next_iteration()
+    def __init__(self, checkpointer: Checkpointer, timeout: timedelta | float = timedelta(minutes=2)) -> None:
+        self._bridge = checkpointer.bridge
+        self._timeout = duration("timeout", timeout)
+        self._bridge.leave_restoring_to_next_iteration()
 
     def __call__(self, state: FrozenState) -> FrozenState:
         rank, world_size = state.active_rank, state.active_world_size
@@ -165,7 +164,7 @@ class CheckpointInitialize(Initialize):
             return state
         store = None if world_size == 1 else _iteration_store(state.iteration, self._timeout)
         ranks = StoreRanks(rank, world_size, store, self._timeout.total_seconds())
-        self._checkpointer.restore_registered(ranks, state.iteration)
+        self._bridge.restore_registered(ranks, state.iteration)
         return state
 
 

@@ -26,7 +26,7 @@ def train(args: argparse.Namespace) -> int:
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer, "rng": ckpt.RngState()}
     with (
-        ckpt.Checkpointer(args.root, keep_last=3) as checkpointer,
+        ckpt.Checkpointer(args.root, keep=3) as checkpointer,
         ckpt.PreemptionWatcher(
             checkpointer,
             stop_file=args.stop_file,

@@ -195,8 +195,8 @@ def main(observe: Observer = lambda record: None) -> int:
     with contextlib.ExitStack() as stack:
         if args.events:
             stack.enter_context(ckpt.observe(JsonLines(args.events)))
-        options = {"keep_last": args.keep_last, "snapshot_every": args.snapshot_every}
-        checkpointer = stack.enter_context(ckpt.Checkpointer(args.root, **options))
+        checkpointer = ckpt.Checkpointer(args.root, keep=args.keep_last, snapshots=args.snapshot_every)
+        stack.enter_context(checkpointer)
         watcher = stack.enter_context(ckpt.PreemptionWatcher(checkpointer)) if args.preemptible else None
         run = restart_wrapper(args, checkpointer)(train) if args.restart else train
         run(args, text, checkpointer, observe, watcher)

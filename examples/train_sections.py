@@ -153,7 +153,7 @@ def main() -> None:
     torch.set_num_threads(1)
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: stopping.set())
-    with ckpt.Checkpointer(args.root, keep_last=3) as checkpointer:
+    with ckpt.Checkpointer(args.root, keep=3) as checkpointer:
         run = wrapper(args, checkpointer)(train) if args.in_process else train
         run(args, checkpointer, stopping)
 

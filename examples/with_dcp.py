@@ -53,7 +53,7 @@ def train(root: str, steps: int) -> None:
 
     saving: Any = None
     saves = dist.new_group(backend="gloo")  # for the thread that saves, while this one trains
-    with Writer(root, process_group=saves, keep_last=2) as writer:
+    with Writer(root, process_group=saves, keep=2) as writer:
         for step in range(state["step"] + 1, steps + 1):
             torch.manual_seed(step)
             loss = model(torch.randn(16, 64)).square().mean()

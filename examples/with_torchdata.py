@@ -36,7 +36,7 @@ def train(root: str, workers: int, die_at: int | None) -> str:
     state = {**own, "loader": loader, "rng": ckpt.RngState()}
 
     seen = hashlib.sha256()
-    with ckpt.Checkpointer(root, keep_last=2) as checkpointer:
+    with ckpt.Checkpointer(root, keep=2) as checkpointer:
         step = first = checkpointer.restore(state) or 0
         while step < STEPS:
             for batch, target in loader:  # after a restore, the rest of the epoch

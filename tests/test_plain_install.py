@@ -40,9 +40,9 @@ import ckpt
 from ckpt.validation import validate
 root = sys.argv[1]
 state = {"weight": torch.arange(100_000.0).view(100, 1000), "small": torch.ones(3), "step": 7}
-with ckpt.Checkpointer(root, compression="zstd", inner_bytes=1 << 16) as checkpointer:
+with ckpt.Checkpointer(root, staging=ckpt.Staging(compression="zstd", inner_bytes=1 << 16)) as checkpointer:
     checkpointer.save(state, 1)
-with ckpt.Checkpointer(root, compression="zstd") as checkpointer:
+with ckpt.Checkpointer(root, staging=ckpt.Staging(compression="zstd")) as checkpointer:
     other = {"weight": torch.zeros(100, 1000), "small": torch.zeros(3), "step": 0}
     checkpointer.restore(other)
 loaded = ckpt.load(root)

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import IO
 
+from ckpt.arguments import in_seconds
 from ckpt.errors import CheckpointError
 from ckpt.events import ExportDone, ExportFailed
 from ckpt.exporting.options import ExportOptions
@@ -137,7 +138,7 @@ class BackgroundExports:
 
     def _start(self, step: int, held: HeldStep) -> None:
         options, target = self._options, self._target(step)
-        timeout_s = options.timeout.total_seconds()
+        timeout_s = in_seconds(options.timeout)
         request = {"root": self._root.path, "step": step, "target": target, "timeout_s": timeout_s}
         if self._root.options is not None:
             request["storage_options"] = dict(self._root.options.given)

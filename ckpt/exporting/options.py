@@ -10,6 +10,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from ckpt.arguments import duration, whole_number
 from ckpt.exporting.hf_config import HfFiles
 
 __all__ = ["DTYPES", "ExportForm", "ExportOptions", "Format", "byte_count"]
@@ -90,19 +91,20 @@ class ExportOptions(ExportForm):
     A published step that is a multiple of `every` is exported to ``<directory>/step_<N>``, a directory (a file
     ``.pt`` with the format "torch"), which appears when it is complete, and replaces an earlier export of the same
     step, but never a checkpoint. `directory` is created; it is not a checkpoint root. The other arguments are those of
-    `ckpt.export`. An export that takes longer than `timeout` is killed.
+    `ckpt.export`. An export that takes longer than `timeout`, a timedelta or seconds, is killed.
     """
 
     directory: str | os.PathLike[str]
     every: int
-    timeout: timedelta = timedelta(hours=1)
+    timeout: timedelta | float = timedelta(hours=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"every must be a number of steps, at least 1, not {self.every!r}")
-        if self.timeout <= timedelta(0):
-            raise ValueError(f"timeout must be positive, but is {self.timeout}")
+        if not isinstance(self.directory, str | os.PathLike):
+            kind = type(self.directory).__name__
+            raise TypeError(f"ExportOptions: directory must be a path, not {self.directory!r:.80} ({kind})")
+        whole_number("ExportOptions: every", self.every, unit="steps")
+        self._set("timeout", duration("ExportOptions: timeout", self.timeout))
         self._set("directory", os.path.abspath(os.path.expanduser(self.directory)))
 
 

@@ -17,8 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from ckpt.checkpointer import Checkpointer
-from ckpt.planning.state_dict import PerRank, RngState
+from ckpt import Checkpointer, PerRank, RngState
 
 try:
     from accelerate.utils import DistributedType
@@ -51,7 +50,7 @@ class Checkpoints:
             self._checkpointer = root
         else:
             limit = accelerator.project_configuration.total_limit
-            self._checkpointer = Checkpointer(root, keep_last=limit)
+            self._checkpointer = Checkpointer(root, keep=limit)
 
     @property
     def checkpointer(self) -> Checkpointer:

@@ -37,17 +37,15 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from ckpt.checkpointer import Checkpointer
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, StateError, StateMismatchError
+import ckpt
+from ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, StateError, StateMismatchError
 from ckpt.formats.dcp_writer import DCP_VERSION
 from ckpt.integrations.dcp_leaves import Contents, Leaves, contents_of, flat_state, leaves_of, nbytes_of
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.fetch import BoxRead, Fetch
-from ckpt.loading.lazy import Checkpoint, open_checkpoint
+from ckpt.loading.lazy import Checkpoint
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState
-from ckpt.ranks import Ranks
-from ckpt.saving.scheduled import wait_for_program, wait_for_step
 from ckpt.storage.dtypes import torch_dtype
 from ckpt.storage.names import step_name
 from ckpt.storage.roots import absolute, is_object_url, open_root
@@ -79,7 +77,7 @@ class Writer(StorageWriter):
         *,
         process_group: ProcessGroup | None = None,
         string_keys: bool = False,
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: timedelta | float = timedelta(minutes=10),
         **options: Any,
     ) -> None:
         """Start and write nothing yet.
@@ -93,14 +91,14 @@ class Writer(StorageWriter):
 
         `process_group` is the one that DCP is given. DCP makes strings of all keys; a key that is a whole number is
         stored as a number, as in the state of an optimizer, unless `string_keys`. `timeout` bounds every wait for
-        other ranks. `options` are those of `ckpt.Checkpointer`, such as `keep_last`.
+        other ranks. `options` are those of `ckpt.Checkpointer`, such as `keep`.
         """
         super().__init__()
         self._root, self._step = (None, None) if path is None else _parsed(path)
         self._stays_open = self._step is None
         self._process_group = process_group
         self._string_keys = string_keys
-        self._timeout = timeout
+        self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._options = options
         self._checkpointer: Checkpointer | None = None
 
@@ -192,8 +190,8 @@ class Writer(StorageWriter):
     # -- from items to a state -----------------------------------------------------------------------------------------
 
     @property
-    def _ranks(self) -> Ranks:
-        return Ranks(self._process_group, self._timeout.total_seconds())
+    def _ranks(self) -> ckpt.Ranks:
+        return ckpt.Ranks(self._process_group, self._timeout_s)
 
     def _wrong_group(self, what: str) -> str:
         ranks = self._ranks
@@ -208,7 +206,7 @@ class Writer(StorageWriter):
             self.close()
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(
-                root, process_group=self._process_group, timeout=self._timeout, **self._options
+                root, process_group=self._process_group, timeout=self._timeout_s, **self._options
             )
         return self._checkpointer
 
@@ -243,7 +241,7 @@ class Reader(StorageReader):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, timeout: timedelta = timedelta(minutes=10)
+        self, path: str | os.PathLike[str] | None = None, *, timeout: timedelta | float = timedelta(minutes=10)
     ) -> None:
         """Read nothing yet. `path` is that of a step, as for `Writer`, or a checkpoint root: then its newest step.
 
@@ -251,7 +249,7 @@ class Reader(StorageReader):
         writes to the root, is waited for, at most `timeout`.
         """
         super().__init__()
-        self._timeout = timeout
+        self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._path = None if path is None else os.fspath(path)
         self._checkpoint: Checkpoint | None = None
         self._contents = Contents()
@@ -293,7 +291,7 @@ class Reader(StorageReader):
         self.close()
         if self._path is None:
             raise ValueError("which step? Reader(path), or dcp.load(checkpoint_id=path)")
-        _wait_until_written(self._path, self._timeout.total_seconds())
+        _wait_until_written(self._path, self._timeout_s)
         self._checkpoint = _opened(self._path)
         self._contents = contents_of(self._checkpoint.index)
         return self._contents.metadata(self._checkpoint.path, str(self._checkpoint.summary["save"]))
@@ -391,7 +389,7 @@ def latest_step(
     root: str | os.PathLike[str],
     *,
     process_group: ProcessGroup | None = None,
-    timeout: timedelta = timedelta(minutes=10),
+    timeout: timedelta | float = timedelta(minutes=10),
 ) -> int | None:
     """Return the newest published step of a root, the same on all ranks; None if there is none. Collective.
 
@@ -425,8 +423,8 @@ def _wait_until_written(path: str, timeout_s: float) -> None:
     root, step = _parsed(path)
     deadline = time.monotonic() + timeout_s
     if step is not None:
-        wait_for_step(open_root(root or "."), step, deadline)
-    wait_for_program(open_root(path), deadline)
+        ckpt.wait_until_written(root or ".", step, timeout=timeout_s)
+    ckpt.wait_until_written(path, timeout=max(deadline - time.monotonic(), 0))
 
 
 def _opened(path: str) -> Checkpoint:
@@ -435,5 +433,5 @@ def _opened(path: str) -> Checkpoint:
     if step is not None:
         is_root = bool(open_root(path).steps()) if is_object_url(path) else os.path.isdir(path)
         if not is_root or step in open_root(root or ".").steps():
-            return open_checkpoint(root or ".", step)
-    return open_checkpoint(path)
+            return ckpt.open(root or ".", step)
+    return ckpt.open(path)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ckpt.errors import StateError
+from ckpt import StateError
 from ckpt.formats.dcp_writer import DCP_VERSION
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import Path

@@ -18,58 +18,49 @@ a checkpoint is whole or absent, and what ModelCheckpoint removes stays until a 
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ckpt.checkpointer import Checkpointer
-from ckpt.distributed import own_rank
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StateError, StorageError
+import ckpt
+from ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StorageError
 from ckpt.integrations.lightning_names import (
     exists,
     is_link,
     located,
-    names_in,
+    make_directory,
     read_name,
     remove_name,
     resolved,
     root_of,
     write_name,
 )
-from ckpt.loading.all_or_none import error_class
-from ckpt.loading.bounce_buffer import as_numpy
-from ckpt.loading.fetch import BoxRead, Fetch
-from ckpt.loading.lazy import open_checkpoint
-from ckpt.loading.options import RestoreOptions
-from ckpt.loading.restore import Tiers, restore
-from ckpt.paths import Path, display
-from ckpt.planning.boxes import Box
-from ckpt.planning.state_dict import PerRank, RngState
-from ckpt.ranks import Ranks
-from ckpt.saving.recover import recover_for_restore
-from ckpt.saving.scheduled import wait_for_program, wait_for_step
-from ckpt.storage.roots import open_root
-from ckpt.values.codec import unregistered_in
-from ckpt.values.containers import rebuild
+from ckpt.integrations.lightning_ranks import together
 
 try:
-    from lightning.pytorch import __version__ as lightning_version
     from lightning.pytorch.plugins.io import CheckpointIO
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 except ImportError as error:
     raise ImportError(
         "ckpt.integrations.lightning needs Lightning 2.6 or newer: pip install 'ckpt-inprocess[lightning]'"
     ) from error
+
+from ckpt.integrations.lightning_reading import (
+    Nothing,
+    load_from_checkpoint,
+    newest,
+    read,
+    read_checkpoint,
+    refuse_objects,
+    steps_of_names,
+    wait_for_newest,
+)
 
 __all__ = [
     "CkptDDPStrategy",
@@ -80,10 +71,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("ckpt")
-_T = TypeVar("_T")
 _StrPath = str | os.PathLike[str]
-_OPTIONS = ("slots", "max_host_bytes", "overlap", "compression", "threads", "timeout", "on_divergence")
-_LAST = "last"  # how the names begin that `ckpt_path="last"` looks for
+_OPTIONS = ("staging", "timeout", "on_divergence")
 _BEFORE_THE_END = "hpc_ckpt_"  # how those begin that Lightning saves when SLURM is about to end the job
 _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
 
@@ -97,8 +86,8 @@ class CkptIO(CheckpointIO):
     For one device and for DDP, where rank 0 writes, as with every plugin; with `CkptDDPStrategy` and
     `CkptModelParallelStrategy` all ranks write their share. Each directory that is saved to becomes a checkpoint root,
     with a writer process of its own. It may be the URL of an object store, whose credentials are taken from the
-    environment. `options` are those of `ckpt.Checkpointer` that do not say which steps are kept: slots,
-    max_host_bytes, overlap, compression, threads, timeout, on_divergence.
+    environment. `options` are those of `ckpt.Checkpointer` that do not say which steps are kept: staging, timeout,
+    on_divergence.
 
     The error of a save is raised by the next one, or at the end of `Trainer.fit`. What Lightning saves when SLURM is
     about to end the job is published when the save returns. After an exception in `fit`, saves
@@ -118,7 +107,8 @@ class CkptIO(CheckpointIO):
                 "said to ModelCheckpoint: save_top_k, save_last"
             )
         self._options = options
-        self._timeout_s = options.get("timeout", timedelta(minutes=10)).total_seconds()
+        timeout = options.get("timeout", timedelta(minutes=10))
+        self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         self._directories: dict[str, _Directory] = {}
         self._alone: dist.ProcessGroup | None = None  # of this rank only
 
@@ -149,7 +139,7 @@ class CkptIO(CheckpointIO):
         value of a type that is not registered.
         """
         found = self._find(path)
-        return _Nothing() if found is None else _read(*found)
+        return Nothing() if found is None else read(*found)
 
     def load_into(
         self, path: _StrPath, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], strict: bool
@@ -161,14 +151,14 @@ class CkptIO(CheckpointIO):
         """
         found = self._find(path)
         if found is None:
-            return _Nothing()
+            return Nothing()
         root, step = found
         state: dict[str, Any] = {_MODEL: model}
         if optimizers:
             state[_OPTIMIZERS] = list(optimizers)
-        rest = _read(root, step, lambda key: key not in (_MODEL, _OPTIMIZERS))
-        options = RestoreOptions(strict, only=tuple(state))
-        restore(Tiers(open_root(root)), state, step, options, self._all_ranks(), read_only=True)
+        rest = read(root, step, exclude=(_MODEL, _OPTIMIZERS))
+        with Checkpointer(root, read_only=True, timeout=self._timeout_s) as reader:
+            reader.restore(state, step, strict, only=tuple(state))
         return rest
 
     def remove_checkpoint(self, path: _StrPath) -> None:
@@ -195,48 +185,22 @@ class CkptIO(CheckpointIO):
             raise errors[0]
 
     @property
-    def last_restore(self) -> None:
-        """None: nothing is restored after a fault but by the next `fit`."""
-        return None
+    def bridge(self) -> _Bridge:
+        """The side for the hooks of `ckpt.restart`."""
+        return _Bridge(self._directories, self._forget_group)
 
-    @property
-    def resume_step(self) -> None:
-        """None, for the same reason."""
-        return None
-
-    @property
-    def interrupted_at(self) -> float | None:
-        """When `interrupt` was first called since the last fault; None if it was not, or no directory is open."""
-        times = (directory.checkpointer.interrupted_at for directory in self._directories.values())
-        return min((at for at in times if at is not None), default=None)
-
-    def interrupt(self) -> None:
-        """Wake a thread that waits for a save. From any thread; for `ckpt.restart.CheckpointAbort`."""
-        for directory in list(self._directories.values()):
-            directory.checkpointer.interrupt()
-
-    def recover_from_fault(self, drain_timeout: timedelta | None, rank: int | None = 0) -> None:
-        """Decide every save in flight; for `ckpt.restart.CheckpointFinalize`. See `Checkpointer.recover_from_fault`.
-
-        Each directory has its own `drain_timeout`.
-        """
-        for root, directory in list(self._directories.items()):
-            directory.checkpointer.recover_from_fault(drain_timeout, rank)
-            if not directory.shared:  # its process group was one of the last iteration
-                for failure in directory.close():
-                    _log.warning("%s: %s", root, failure)
-                del self._directories[root]
+    def _forget_group(self) -> None:
         self._alone = None
 
-    def _all_ranks(self) -> Ranks:
-        ranks = Ranks(None, self._timeout_s)
+    def _all_ranks(self) -> ckpt.Ranks:
+        ranks = ckpt.Ranks(None, self._timeout_s)
         ranks.doing = "a checkpoint of Lightning"
         return ranks
 
-    def _save(self, checkpoint: dict[str, Any], path: _StrPath, storage_options: Any, ranks: Ranks | None) -> None:
+    def _save(self, checkpoint: dict[str, Any], path: _StrPath, storage_options: Any, ranks: ckpt.Ranks | None) -> None:
         if storage_options is not None:
             raise TypeError("CkptIO takes no storage_options: Trainer.save_checkpoint(path)")
-        _refuse_objects(checkpoint, ())
+        refuse_objects(checkpoint, ())
         global_step = int(checkpoint.get("global_step", 0))
 
         def prepare() -> tuple[str, int]:
@@ -247,7 +211,7 @@ class CkptIO(CheckpointIO):
             own = located(path)
             return own, self._directory(root_of(own), ranks).prepare(own, global_step)
 
-        where, step = prepare() if ranks is None else _together(ranks, prepare)
+        where, step = prepare() if ranks is None else together(ranks, prepare)
         name = os.path.basename(where)
         about = {"name": name, "epoch": checkpoint.get("epoch"), "global_step": global_step}
         directory = self._directory(root_of(where), ranks)
@@ -256,7 +220,7 @@ class CkptIO(CheckpointIO):
             directory.finalize(blocking=True)
 
     def _find(self, path: _StrPath) -> tuple[str, int] | None:
-        """Return root and number of the newest complete step of a name, the same on all ranks; see `_newest`.
+        """Return root and number of the newest complete step of a name, the same on all ranks; see `newest`.
 
         While its newest step is being written, this waits, at most half of `timeout`: other ranks wait meanwhile.
         """
@@ -266,18 +230,19 @@ class CkptIO(CheckpointIO):
             if ranks.rank != 0:
                 return None
             root = root_of(resolved(located(path)))
-            _wait_for_newest(path, self._timeout_s / 2)
+            wait_for_newest(path, self._timeout_s / 2)
             if root in self._directories:
                 for failure in self._directories[root].settle(blocking=False):
                     _log.warning("%s", failure)
             else:
-                recover_for_restore(open_root(root), 0, None, self._timeout_s / 2, _log.warning)
-            return _newest(path)
+                with Checkpointer(root, process_group=self._group_of_one(), timeout=self._timeout_s) as reader:
+                    reader.recover()
+            return newest(path)
 
-        found = _together(ranks, find)
+        found = together(ranks, find)
         return None if found is None else (found[0], found[1])
 
-    def _directory(self, root: str, ranks: Ranks | None) -> _Directory:
+    def _directory(self, root: str, ranks: ckpt.Ranks | None) -> _Directory:
         if root not in self._directories:
             group = self._group_of_one() if ranks is None else None
             checkpointer = Checkpointer(root, process_group=group, **self._options)
@@ -290,13 +255,45 @@ class CkptIO(CheckpointIO):
         return self._alone
 
 
+class _Bridge:
+    """The recovery of all directories of a `CkptIO` from a fault; see `ckpt.restart`."""
+
+    last_restore: None = None  # nothing is restored after a fault but by the next `fit`
+    resume_step: None = None
+
+    def __init__(self, directories: dict[str, _Directory], forget_group: Callable[[], None]) -> None:
+        self._directories = directories
+        self._forget_group = forget_group
+
+    @property
+    def interrupted_at(self) -> float | None:
+        """When `interrupt` was first called since the last fault; None if it was not, or no directory is open."""
+        times = (directory.checkpointer.bridge.interrupted_at for directory in self._directories.values())
+        return min((at for at in times if at is not None), default=None)
+
+    def interrupt(self) -> None:
+        """Wake a thread that waits for a save. From any thread."""
+        for directory in list(self._directories.values()):
+            directory.checkpointer.bridge.interrupt()
+
+    def recover_from_fault(self, drain_timeout: timedelta | None, rank: int | None = 0) -> None:
+        """Decide every save in flight. Each directory has its own `drain_timeout`."""
+        for root, directory in list(self._directories.items()):
+            directory.checkpointer.bridge.recover_from_fault(drain_timeout, rank)
+            if not directory.shared:  # its process group was one of the last iteration
+                for failure in directory.close():
+                    _log.warning("%s: %s", root, failure)
+                del self._directories[root]
+        self._forget_group()
+
+
 class _Directory:
     """A directory that is saved to: its checkpointer, and what is to be done when its saves are published."""
 
     def __init__(self, root: str, checkpointer: Checkpointer, *, shared: bool) -> None:
         self.checkpointer = checkpointer
         self.shared = shared  # by all ranks, which save together
-        self._root = open_root(root)
+        self._root = root
         self._last: int | None = None  # the number of the newest save
         self._saves: dict[int, str] = {}  # the paths of saves that are not known to be published, by step
         self._removals: list[tuple[int, str]] = []  # each path with the step that must be published before
@@ -313,10 +310,9 @@ class _Directory:
         self._removals = [removal for removal in self._removals if removal[1] != path]
         earlier = read_name(path) if exists(path) else []
         if self._last is None:
-            known = [*self._root.steps(), *(save.step for save in self._root.pending())]
-            self._last = max(known, default=-1)
+            self._last = max(self.checkpointer.all_steps() + steps_of_names(self._root), default=-1)
         step = max(global_step, self._last + 1)
-        self._root.make()
+        make_directory(self._root)
         write_name(path, [step, *earlier])
         return step
 
@@ -387,163 +383,9 @@ class _Directory:
         except CheckpointNotFoundError:
             pass  # it was never published
         except StorageError as error:
-            _log.warning("step %d of %s is not removed yet: %s", step, self._root.path, error)
+            _log.warning("step %d of %s is not removed yet: %s", step, self._root, error)
             return False
         return True
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
-def _wait_for_newest(path: _StrPath, timeout_s: float) -> None:
-    """Wait while the newest step of a name is being written, and what this program saves beside it; at most so long."""
-    path = located(path)
-    root, deadline = open_root(root_of(resolved(path))), time.monotonic() + timeout_s
-    wait_for_step(root, read_name(path)[0], deadline)
-    wait_for_program(root, deadline)  # a link may stand for the step before
-
-
-def _newest(path: _StrPath) -> tuple[str, int] | None:
-    """Return root and number of the newest complete step of a name; None if a name for "last" has none.
-
-    A symbolic link (``save_last="link"``) to a checkpoint that was never completed stands for the step before it.
-    """
-    path = located(path)
-    root = root_of(resolved(path))
-    steps = read_name(path)
-    published = open_root(root).steps()
-    complete = [step for step in published if step <= steps[0] and (step in steps or is_link(path))]
-    if complete:
-        if complete[-1] != steps[0]:
-            _log.warning("%s: the save of step %d is not complete; loading step %d", path, steps[0], complete[-1])
-        return root, complete[-1]
-    if os.path.basename(path).startswith(_LAST):
-        _log.warning("%s: its save was not completed, and there was none before; nothing is loaded", path)
-        return None
-    names = [place for place in names_in(root) if _is_complete(place, published)]
-    raise CheckpointNotFoundError(
-        f"{path}: its save is not complete. It takes longer than the timeout (CkptIO.teardown() waits for it, as does "
-        "the end of `fit`), or was never completed, because a job ended meanwhile or the save failed. Complete "
-        f"checkpoints there: {', '.join(names) or 'none'}"
-    )
-
-
-def _is_complete(place: str, published: list[int]) -> bool:
-    with contextlib.suppress(CheckpointError):
-        return not set(read_name(place)).isdisjoint(published)
-    return False
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-class _Nothing(dict[str, Any]):
-    """A checkpoint of which Lightning restores nothing: it counts as false, and has the one member that is read."""
-
-    def __init__(self) -> None:
-        super().__init__({"pytorch-lightning_version": lightning_version})
-
-    def __bool__(self) -> bool:
-        return False
-
-
-def read_checkpoint(path: _StrPath, *, timeout: timedelta = timedelta(minutes=10)) -> dict[str, Any]:
-    """Return a checkpoint of Lightning: ``state_dict``, ``hyper_parameters``, ``callbacks`` and so on, on the CPU.
-
-    In any process, and by any rank alone. Waits while the newest save of the name is being written, at most `timeout`.
-    Raises as `CkptIO.load_checkpoint` does, and CheckpointNotFoundError if no save of the name was completed.
-    """
-    _wait_for_newest(path, timeout.total_seconds())
-    found = _newest(path)
-    if found is None:
-        raise CheckpointNotFoundError(f"{os.fspath(path)}: no save of this name was completed")
-    return _read(*found)
-
-
-def load_from_checkpoint(kind: type[_T], path: _StrPath, **arguments: Any) -> _T:
-    """Return what ``kind.load_from_checkpoint(path, **arguments)`` returns for a file of torch.save.
-
-    `kind` is a LightningModule or LightningDataModule. By any rank alone. In memory, the checkpoint is put into the
-    form of such a file, so for a moment it needs its size three times. Raises as `read_checkpoint` does.
-    """
-    file = io.BytesIO()
-    torch.save(read_checkpoint(path), file)
-    file.seek(0)
-    arguments.setdefault("weights_only", False)  # these are the bytes written above
-    model: _T = kind.load_from_checkpoint(file, **arguments)  # type: ignore[attr-defined]
-    return model
-
-
-def _read(root: str, step: int, select: Callable[[str | int], bool] = lambda key: True) -> dict[str, Any]:
-    """Return the parts of a step whose topmost keys are selected. What belongs to single ranks is that of this rank."""
-    rank = own_rank() or 0
-    with open_checkpoint(root, step) as checkpoint:
-        index = checkpoint.index
-        stored = {path: tensor for path, tensor in index.tensors.items() if select(path[0])}
-        stored |= {path: own[rank] for path, own in index.per_rank_tensors.items() if rank in own and select(path[0])}
-        leaves: dict[Path, Any] = {
-            path: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)) for path, tensor in stored.items()
-        }
-        threads = min(max(4, torch.get_num_threads()), 16)
-        Fetch(index, threads=threads).read(
-            [
-                BoxRead(display(path), tensor, Box.whole(tensor.shape), as_numpy(leaves[path]))
-                for path, tensor in stored.items()
-            ]
-        )
-        checkpoint.check()
-    leaves |= {path: leaves[target] for path, target in index.aliases.items() if target in leaves}
-    values = {path: value for path, value in index.values.items() if select(path[0])}
-    values |= {path: own[rank] for path, own in index.per_rank_values.items() if rank in own and select(path[0])}
-    for path, value in values.items():
-        for unknown in unregistered_in(value):
-            functions = ", to_json, from_json" if unknown.form == "registered" else ""
-            raise StateError(
-                f"{display(path)} of step {step} of {root} is a {unknown.name}, which this program has not registered: "
-                f"call ckpt.register_encoder({unknown.name.rpartition('.')[2]}{functions}) before"
-            )
-    containers = dict(index.containers)
-    containers |= {path: own[rank] for path, own in index.per_rank_containers.items() if rank in own}
-    state: dict[str, Any] = rebuild(leaves | values, containers)
-    return state
-
-
-def _refuse_objects(node: Any, path: Path) -> None:
-    """Raise StateError for an object with a state dict: a load would return the state dict in its place."""
-    if isinstance(node, Mapping):
-        for key, item in node.items():
-            _refuse_objects(item, (*path, key))
-    elif isinstance(node, list | tuple):
-        for number, item in enumerate(node):
-            _refuse_objects(item, (*path, number))
-    elif isinstance(node, torch.nn.Module) or (
-        callable(getattr(node, "load_state_dict", None)) and not isinstance(node, RngState | PerRank | torch.Tensor)
-    ):
-        raise StateError(
-            f"{display(path)} is a {type(node).__name__}, an object that cannot be stored. If it is an argument of the "
-            f"LightningModule, leave it out: self.save_hyperparameters(ignore=[{str(path[-1])!r}]); otherwise put its "
-            "state_dict() there"
-        )
-
-
-def _together(ranks: Ranks, action: Callable[[], Any]) -> Any:
-    """Run `action` on all ranks and return what that of rank 0 returned; raise on all if one raised. Collective.
-
-    Results are JSON.
-    """
-    failure: CheckpointError | None = None
-    try:
-        own = {"result": action()}
-    except CheckpointError as error:
-        failure = error
-        own = {"kind": type(error).__name__, "text": str(error)}
-    answers = [json.loads(answer) for answer in ranks(json.dumps(own).encode())]
-    if failure is not None:
-        raise failure
-    for rank, answer in enumerate(answers):
-        if "kind" in answer:
-            raise error_class(answer["kind"])(f"rank {rank}: {answer['text']}", rank=rank)
-    return answers[0]["result"]
 
 
 # -- strategies in which all ranks save --------------------------------------------------------------------------------

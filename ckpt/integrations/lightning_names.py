@@ -8,14 +8,25 @@ from __future__ import annotations
 import json
 import os
 
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from ckpt.storage import files
+from ckpt import CheckpointError, CheckpointNotFoundError, StorageError
+from ckpt.storage import directories, files
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import is_object_url
 from ckpt.storage.stores.interface import Store
 from ckpt.storage.stores.opening import open_store
 
-__all__ = ["exists", "is_link", "located", "names_in", "read_name", "remove_name", "resolved", "root_of", "write_name"]
+__all__ = [
+    "exists",
+    "is_link",
+    "located",
+    "make_directory",
+    "names_in",
+    "read_name",
+    "remove_name",
+    "resolved",
+    "root_of",
+    "write_name",
+]
 
 _MEMBER = "ckpt_steps"
 _MAX_BYTES = 1 << 20
@@ -54,6 +65,12 @@ def exists(place: str) -> bool:
         return os.path.lexists(place)
     store, key = _object(place)
     return store.about(key) is not None
+
+
+def make_directory(root: str) -> None:
+    """Make the directory of a root, durably, if it is one."""
+    if not is_object_url(root):
+        directories.make_with_parents(root)
 
 
 def write_name(place: str, steps: list[int]) -> None:
@@ -100,7 +117,7 @@ def names_in(root: str) -> list[str]:
         store, _ = _object(f"{root}/")
         found = [f"{root}/{each.key}" for each in store.names("")[1]]
     else:
-        found = [os.path.join(root, name) for name in os.listdir(root)]
+        found = [os.path.join(root, name) for name in (os.listdir(root) if os.path.isdir(root) else ())]
     return sorted(place for place in found if place.endswith(_SUFFIX))
 
 

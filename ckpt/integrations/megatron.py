@@ -18,18 +18,15 @@ Neither Megatron nor nvidia_resiliency_ext is imported. Nothing here imports tor
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ckpt import async_calls
-from ckpt.async_calls import WriterConfig
-from ckpt.async_calls.agreement import Agreement, Failure
-from ckpt.async_calls.compatible import WarmupPersistentCaller
-from ckpt.distributed import own_rank
-from ckpt.errors import CheckpointError, RemoteTraceback
+import ckpt
+from ckpt import CheckpointError, WriterConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +39,9 @@ __all__ = [
     "PersistentAsyncCaller",
     "TemporalAsyncCaller",
 ]
+
+
+_MESSAGE_CHARS, _TRACEBACK_CHARS = 1024, 2560  # of an error, for the other ranks
 
 
 class AsyncRequest(NamedTuple):
@@ -66,7 +66,7 @@ class AsyncRequest(NamedTuple):
     def execute_sync(self) -> None:
         """Run everything here and now: `preload_fn`, the function and, when all ranks have done so, what finalizes it.
 
-        All ranks must call it together where torch.distributed is initialized: one small all_gather. Raises what the
+        All ranks must call it together where torch.distributed is initialized: one small collective. Raises what the
         function raises, and on the other ranks CheckpointError; then no rank has finalized anything.
         """
         own: Exception | None = None
@@ -74,14 +74,15 @@ class AsyncRequest(NamedTuple):
             _core(self)._replace(finalize_fns=[]).execute_sync()
         except Exception as error:
             own = error
-        failure = None if own is None else Failure(repr(own), "".join(traceback.format_exception(own)))
-        failures = {} if own_rank() is None else Agreement(None).exchange(failure)
+        ranks = ckpt.Ranks()
+        ranks.doing = "a request of Megatron-LM that runs here and now"
+        failures = ranks(b"" if own is None else json.dumps(_described(own)).encode())
         if own is not None:
             raise own
-        for rank, other in failures.items():
-            raise CheckpointError(f"rank {rank} failed: {other.message}", rank=rank) from RemoteTraceback(
-                other.traceback
-            )
+        for rank, failure in enumerate(failures):
+            if failure:
+                message, trace = json.loads(failure)
+                raise CheckpointError(f"rank {rank} failed: {message}", rank=rank) from ckpt.RemoteTraceback(trace)
         self.execute_finalize_fns(validate_matching_call_idx=False)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
@@ -91,6 +92,21 @@ class AsyncRequest(NamedTuple):
     def freeze(self) -> AsyncRequest:
         """Return a copy that accepts no more finalize functions."""
         return self._replace(is_frozen=True)
+
+
+class _WarmupPersistentCaller:
+    """A method that can be called on a queue, which it starts, and on the class, where it has no effect."""
+
+    def __get__(self, queue: AsyncCallsQueue | None, kind: type) -> Callable[..., None]:
+        on_class: Callable[..., None] = ckpt.AsyncCallsQueue.warmup_persistent_caller
+
+        @wraps(on_class)
+        def warmup_persistent_caller(*args: Any, **options: Any) -> None:
+            on_class(*args, **options)  # TypeError for other arguments
+            if queue is not None:
+                queue.start()
+
+        return warmup_persistent_caller
 
 
 class Request(Protocol):
@@ -126,7 +142,7 @@ class AsyncCallsQueue:
     ) -> None:
         """Start no process yet. For the parameters see `ckpt.AsyncCallsQueue`: `persistent` has no effect."""
         self._new = partial(
-            async_calls.AsyncCallsQueue,
+            ckpt.AsyncCallsQueue,
             persistent,
             is_daemon,
             cpu_priority,
@@ -137,7 +153,7 @@ class AsyncCallsQueue:
             process_group=process_group,
             timeout_s=timeout_s,
         )
-        self._queue: async_calls.AsyncCallsQueue | None = self._new()
+        self._queue: ckpt.AsyncCallsQueue | None = self._new()
 
     def schedule_async_request(self, async_request: Request) -> int:
         """Run `preload_fn`, start the call in the background, and return its index: 0, 1, ... since the last `close`.
@@ -165,7 +181,7 @@ class AsyncCallsQueue:
         """Return how many calls are scheduled and neither finalized nor dropped."""
         return 0 if self._queue is None else self._queue.get_num_unfinalized_calls()
 
-    warmup_persistent_caller = WarmupPersistentCaller()
+    warmup_persistent_caller = _WarmupPersistentCaller()
     """`start` under the name in Megatron-LM; on the class it has no effect."""
 
     def start(self) -> None:
@@ -203,7 +219,8 @@ class _Caller:
     ) -> None:
         """Start no process yet."""
         self._queue = AsyncCallsQueue(config=config, process_group=process_group, timeout_s=timeout_s)
-        self._agreement = Agreement(process_group)
+        self._ranks = ckpt.Ranks(process_group, timeout_s)
+        self._ranks.doing = "which calls run in the background"
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """Return whether no call is running: on any rank, unless `no_dist`. `blocking` waits until it is done.
@@ -214,8 +231,8 @@ class _Caller:
         return self._queue.get_num_unfinalized_calls() == 0
 
     def sync_all_async_calls(self, is_alive: bool | int) -> bool:
-        """Return whether `is_alive` is false on all ranks, which must call this together: one all_reduce."""
-        return not is_alive if own_rank() is None else self._agreement.minimum(-int(is_alive))[0] == 0
+        """Return whether `is_alive` is false on all ranks, which must call this together."""
+        return self._ranks.maximum(bytes([bool(is_alive)])) == b"\0"
 
     def close(self, abort: bool = False) -> None:
         """Wait for the calls, or kill them with `abort`, and end the process; see `AsyncCallsQueue.close`."""
@@ -246,9 +263,14 @@ class DistributedAsyncCaller(_Caller):
         self._queue.schedule_async_request(AsyncRequest(async_fn, save_args, [], save_kwargs))
 
 
-def _core(request: Any) -> async_calls.AsyncRequest:
+def _described(error: Exception) -> tuple[str, str]:
+    """Return what the other ranks are told of an error: the message, and the end of the traceback."""
+    return repr(error)[:_MESSAGE_CHARS], "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
+
+
+def _core(request: Any) -> ckpt.AsyncRequest:
     """Return a request of Megatron, of any release, as one of ours, with the same list of finalize functions."""
-    return async_calls.AsyncRequest(
+    return ckpt.AsyncRequest(
         request.async_fn,
         tuple(request.async_fn_args),
         request.finalize_fns,
@@ -259,9 +281,9 @@ def _core(request: Any) -> async_calls.AsyncRequest:
     )
 
 
-def _for_writer(request: Any) -> async_calls.AsyncRequest:
+def _for_writer(request: Any) -> ckpt.AsyncRequest:
     """Return the request to schedule for one of Megatron, after its `preload_fn` has run; one of ours as it is."""
-    if isinstance(request, async_calls.AsyncRequest):
+    if isinstance(request, ckpt.AsyncRequest):
         return request
     call = _core(request)
     fn, args = call.async_fn, call.async_fn_args
@@ -269,9 +291,9 @@ def _for_writer(request: Any) -> async_calls.AsyncRequest:
         if len(args) < 2:
             raise ValueError(f"preload_fn replaces the second of async_fn_args, but there are only {len(args)}")
         args = (args[0], call.preload_fn(), *args[2:])
-    return async_calls.AsyncRequest(
+    return ckpt.AsyncRequest(
         fn,
         args if fn is not None else (),
-        [partial(async_calls.AsyncRequest(None, (), request.finalize_fns).execute_finalize_fns, False)],
+        [partial(ckpt.AsyncRequest(None, (), request.finalize_fns).execute_finalize_fns, False)],
         call.async_fn_kwargs,
     )

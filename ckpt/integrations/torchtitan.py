@@ -11,6 +11,7 @@ Runs in the trainer, in the thread that trains; `load` and the first `save` are 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,10 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from ckpt.checkpointer import Checkpointer
-from ckpt.errors import CheckpointNotFoundError, StateMismatchError
-from ckpt.planning.state_dict import PerRank
-from ckpt.storage.names import PUBLISHED_STEP
+from ckpt import Checkpointer, CheckpointNotFoundError, PerRank, StateMismatchError
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -103,7 +101,7 @@ class CheckpointManager(BaseCheckpointManager):
             self.states[DATALOADER] = _Position(dataloader)
         self._checkpointer = Checkpointer(
             filesystem.join(base_folder, config.folder),
-            keep_last=config.keep_latest_k or None,
+            keep=config.keep_latest_k or None,
             read_only=config.load_only,
         )
         logger.info(f"Checkpoints are loaded from and saved to {self._checkpointer.root}, by ckpt.")
@@ -292,5 +290,5 @@ class _Position:
 def _root_and_step(path: str) -> tuple[str, int | None]:
     """Return the root and step of the directory of a step; any other path is a root."""
     parent, name = os.path.split(path.rstrip("/"))
-    step = PUBLISHED_STEP.fullmatch(name)
+    step = re.fullmatch(r"step_(\d{8,18})", name)
     return (path, None) if step is None else (parent, int(step[1]))

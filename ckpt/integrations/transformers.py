@@ -21,17 +21,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.checkpointer import Checkpointer
-from ckpt.errors import (
+import ckpt
+from ckpt import (
     CheckpointCorruptError,
+    Checkpointer,
     CheckpointError,
     CheckpointNotFoundError,
+    RngState,
     StateMismatchError,
     StorageError,
 )
-from ckpt.loading.lazy import open_checkpoint
-from ckpt.planning.state_dict import RngState
-from ckpt.storage.roots import absolute
 
 try:
     import transformers
@@ -61,7 +60,7 @@ class CkptTrainer(Trainer):
     Takes the arguments of `Trainer`. It can also be the first base of a class with another trainer as the second:
     ``class MyTrainer(CkptTrainer, SFTTrainer)``. What `TrainingArguments` say about saving holds: `save_strategy`,
     `save_steps`, `save_total_limit`, `save_only_model`, `load_best_model_at_end`. Checkpoints are steps of the root
-    ``<output_dir>/checkpoints``, or of `checkpointer`, which stays open, and has `keep_last` in place of
+    ``<output_dir>/checkpoints``, or of `checkpointer`, which stays open, and has `keep` in place of
     `save_total_limit`.
 
     Of a PEFT model only the adapters are saved, and whatever else is trained. A save that fails is an error on every
@@ -151,7 +150,7 @@ class CkptTrainer(Trainer):
 
     @property
     def _protects_best(self) -> bool:
-        """Whether the best step is kept beside the newest ones, which `keep_last` cannot do."""
+        """Whether the best step is kept beside the newest ones, which `keep` cannot do."""
         return self.args.metric_for_best_model is not None and (self.args.save_total_limit or 0) > 0
 
     def _remove_old_steps(self) -> None:
@@ -176,8 +175,8 @@ class CkptTrainer(Trainer):
         if given is not None:
             yield given
             return
-        keep_last = None if self._protects_best else self.args.save_total_limit
-        with Checkpointer(self.checkpoint_root, keep_last=keep_last if (keep_last or 0) > 0 else None) as checkpointer:
+        limit = 0 if self._protects_best else self.args.save_total_limit or 0
+        with Checkpointer(self.checkpoint_root, keep=limit if limit > 0 else None) as checkpointer:
             self._checkpointer = checkpointer
             yield checkpointer
 
@@ -195,7 +194,8 @@ class CkptTrainer(Trainer):
         if isinstance(resume, int) and resume is not False:
             return resume, None
         if isinstance(resume, (str, os.PathLike)):
-            folder, name = os.path.split(absolute(resume))
+            path = os.fspath(resume)
+            folder, name = os.path.split(path.rstrip("/") if "://" in path else os.path.abspath(path))
             if (found := re.fullmatch(r"step_(\d+)", name)) is not None and folder == checkpointer.root:
                 return int(found[1]), None
         if steps and self.args.save_strategy != "no":
@@ -208,7 +208,7 @@ class CkptTrainer(Trainer):
     def _is_readable(self, step: int) -> bool:
         """Whether the metadata of a step are whole; a restore of the newest step skips those that are not."""
         try:
-            open_checkpoint(self.checkpoint_root, step).close()
+            ckpt.open(self.checkpoint_root, step).close()
         except CheckpointCorruptError as error:
             _log.warning("step %d cannot be resumed from, trying the step before: %s", step, error)
             return False
@@ -218,7 +218,7 @@ class CkptTrainer(Trainer):
     def _resuming(self, step: int, newest: bool) -> Iterator[str]:
         """Write the TrainerState of a step to a folder for Trainer; until the end, what it loads is restored."""
         with tempfile.TemporaryDirectory(prefix="ckpt_trainer_") as folder:
-            with open_checkpoint(self.checkpoint_root, step) as checkpoint:
+            with ckpt.open(self.checkpoint_root, step) as checkpoint:
                 trainer_state = checkpoint.values_by_name.get("trainer_state")
             if not isinstance(trainer_state, str):
                 raise StateMismatchError(
@@ -291,7 +291,7 @@ class CkptTrainer(Trainer):
                 "the training: set hub_strategy='end'"
             )
         if self._given_checkpointer is not None and args.save_total_limit:
-            raise ValueError("give keep_last to the checkpointer, and no save_total_limit to the arguments")
+            raise ValueError("give keep to the checkpointer, and no save_total_limit to the arguments")
 
 
 class _Finalize(TrainerCallback):

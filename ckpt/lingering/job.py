@@ -43,8 +43,9 @@ class Job:
         if (linger_id is None and run_id in _NO_RUN_ID) or not name:
             raise ValueError(
                 f"linger: nothing says which processes are of the same job (TORCHELASTIC_RUN_ID is {run_id!r}). Start "
-                "it with ckpt_launcher or torchrun, and --standalone or --rdzv-id=ID; or give linger_id=..., a text "
-                "that is the same after a restart of the job, and that no other job with this root has"
+                "it with ckpt_launcher or torchrun, and --standalone or --rdzv-id=ID; or give "
+                "Snapshots(linger_id=...), a text that is the same after a restart of the job, and that no other job "
+                "with this root has"
             )
         return cls(name, root, node)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -30,16 +30,18 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     rank: int | None = None,
+    exclude: str | Collection[str | int] = (),
     lazy: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return the state of a published step, nested as it was saved, with new torch tensors. Needs no template.
 
     `path` is a checkpoint root (then `step`, or the newest one), or the directory of a step; it may be a URL, with the
-    `storage_options` of `Checkpointer`. With `prefix`, keys joined
-    by "/", what is there is returned: ``prefix="model"`` gives the state dict of a model. `dtype` is that of
-    floating-point tensors, except float8 ones and parts of quantized tensors; `device` is where the tensors are put.
-    What belongs to single ranks (`PerRank`, `RngState`) is left out, unless `rank` says whose to take.
+    `storage_options` of `Checkpointer`. With `prefix`, keys joined by "/", what is there is returned:
+    ``prefix="model"`` gives the state dict of a model. What is below the topmost keys in `exclude`, such as
+    ``exclude=["optimizer"]``, is left out, and not read. `dtype` is that of floating-point tensors, except float8 ones
+    and parts of quantized tensors; `device` is where the tensors are put. What belongs to single ranks (`PerRank`,
+    `RngState`) is left out, unless `rank` says whose to take.
 
     With `lazy`, tensors are `LazyTensor`, which read their elements when they are indexed or converted (`torch()`);
     as long as one of them is in use, retention keeps the step, as `ckpt.open` describes. `dtype` and `device` must not
@@ -56,7 +58,8 @@ def load(
         raise ValueError("a lazy tensor is read as it was saved; give dtype and device to its torch()")
     checkpoint = open_checkpoint(path, step, storage_options=storage_options)
     try:
-        return _load(checkpoint, prefix, dtype, device, rank, lazy)
+        left_out = frozenset((exclude,) if isinstance(exclude, str) else exclude)
+        return _load(checkpoint, prefix, dtype, device, rank, left_out, lazy)
     finally:
         if not lazy:
             checkpoint.close()
@@ -68,17 +71,23 @@ def _load(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     rank: int | None,
+    exclude: Collection[str | int],
     lazy: bool,
 ) -> Any:
     index = checkpoint.index
     if rank is not None and not 0 <= rank < index.world_size:
         raise ValueError(f"rank {rank} is not one of the {index.world_size} ranks that wrote {checkpoint.path}")
     at = _prefix(index, prefix)
-    tensors = _below(index.tensors, at) | _below(_of_rank(index.per_rank_tensors, rank), at)
-    values = _below(index.values, at) | _below(_of_rank(index.per_rank_values, rank), at)
-    containers = _below(index.containers, at) | _below(_of_rank(index.per_rank_containers, rank), at)
+
+    def wanted_of(items: Mapping[Path, _T]) -> dict[Path, _T]:
+        return {path: item for path, item in items.items() if path[: len(at)] == at and path[:1] not in excluded}
+
+    excluded = {(key,) for key in exclude}
+    tensors = wanted_of(index.tensors) | wanted_of(_of_rank(index.per_rank_tensors, rank))
+    values = wanted_of(index.values) | wanted_of(_of_rank(index.per_rank_values, rank))
+    containers = wanted_of(index.containers) | wanted_of(_of_rank(index.per_rank_containers, rank))
     aliases = {}
-    for path, target in _below(index.aliases, at).items():
+    for path, target in wanted_of(index.aliases).items():
         stored = index.tensor(target) or index.tensor(target, rank)
         if stored is not None:
             aliases[path] = stored
@@ -126,10 +135,6 @@ def _prefix(index: CheckpointIndex, prefix: str | None) -> Path:
 
 def _paths(index: CheckpointIndex) -> Iterator[Path]:
     return chain(index.tensors, index.aliases, index.per_rank_tensors, index.values, index.per_rank_values)
-
-
-def _below(items: Mapping[Path, _T], at: Path) -> dict[Path, _T]:
-    return {path: item for path, item in items.items() if path[: len(at)] == at}
 
 
 def _of_rank(items: Mapping[Path, Mapping[int, _T]], rank: int | None) -> dict[Path, _T]:

@@ -22,12 +22,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import IO
 
+from ckpt.arguments import in_seconds
 from ckpt.errors import CheckpointError
 from ckpt.events import MirrorDone, MirrorFailed
 from ckpt.mirroring.messages import Begun, Done, Due, Failed, NotDue, Owner, Report, Setup
 from ckpt.mirroring.options import Mirror
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.saving.recover import Branch
+from ckpt.saving.retention import keep_policy
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
@@ -169,7 +171,7 @@ class BackgroundMirror:
         known = self._last_due if self._rank == _COORDINATOR else self._last_done
         if newest is not None and newest.save != known:
             self._want(newest)
-        begin, most_s = time.monotonic(), min(self._options.close_timeout.total_seconds(), ending.left_s)
+        begin, most_s = time.monotonic(), min(in_seconds(self._options.close_timeout), ending.left_s)
         while self._due and time.monotonic() - begin < (min(most_s, _FAILING_S) if self._is_failing else most_s):
             self.poll()
             time.sleep(_POLL_S)
@@ -211,9 +213,9 @@ class BackgroundMirror:
             self._root.options,
             self._mirror.path,
             self._mirror_options,
-            options.keep,
+            keep_policy(options.keep),
             options.bandwidth,
-            options.close_timeout.total_seconds(),
+            in_seconds(options.close_timeout),
             self._owner,
             self._node_local,
         )

@@ -128,7 +128,7 @@ class _LayoutBuilder:
             if memory > self._limit:
                 raise StateError(
                     f"{display(array.path)}: a file of {memory} bytes does not fit a staging slot of {self._limit} "
-                    f"bytes; raise max_host_bytes to at least {2 * memory}, or lower file_bytes"
+                    f"bytes; raise Staging(max_host_bytes=...) to at least {2 * memory}, or lower file_bytes"
                 )
             if self._next:
                 self._copies.append([])

@@ -39,7 +39,7 @@ from ckpt.saving.offers import (
 from ckpt.saving.publish import merged
 from ckpt.saving.replicator import Replicator
 from ckpt.saving.share import Share, ShareDocuments, ShareOf
-from ckpt.saving.snapshots import Snapshots
+from ckpt.saving.snapshots import HeldSnapshots
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.staging.neighbors import SlotExchange, node
 from ckpt.storage.documents import decode_document, encode_document, well_formed
@@ -74,7 +74,7 @@ class MemoryTier:
 
     def __init__(
         self,
-        snapshots: Snapshots,
+        snapshots: HeldSnapshots,
         memory: StagedMemory,
         replicator: Replicator | None = None,
         lingering: LingeringMemory | None = None,

@@ -253,8 +253,8 @@ class PlanCache:
         if layout.plan.batches > 1:
             _log.warning(
                 "rank %d: the state needs %d bytes of staging memory, but a slot may have only %s: it is staged in %d "
-                "batches, and saves block training until all but the last are written; raise max_host_bytes to avoid "
-                "this",
+                "batches, and saves block training until all but the last are written; raise "
+                "Staging(max_host_bytes=...) to avoid this",
                 rank,
                 sum(file.nbytes for file in layout.plan.files),
                 self._max_slot_bytes,

@@ -30,7 +30,7 @@ def addresses_of_buddies(
         if nodes[buddy] != nodes[rank] and ipaddress.ip_address(address.host).is_loopback:
             raise ValueError(
                 f"rank {buddy}, the buddy of rank {rank}, is on another node and listens at {address.host}: set "
-                "replica_host, or CKPT_REPLICA_HOST, to an address of each node"
+                "Snapshots(host=...), or CKPT_REPLICA_HOST, to an address of each node"
             )
         found.append(address)
     return found

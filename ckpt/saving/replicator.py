@@ -15,7 +15,6 @@ Runs in the thread that trains.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
@@ -27,9 +26,9 @@ from typing import Any
 
 from ckpt.events import SnapshotNotReplicated, SnapshotReplicated
 from ckpt.observing import emit, is_observed, shortened
+from ckpt.options import Snapshots
 from ckpt.ranks import Ranks
 from ckpt.replication.control import Ended
-from ckpt.replication.limiter import Limiter
 from ckpt.replication.memory import usable_bytes
 from ckpt.replication.process import ReplicaKeeper
 from ckpt.replication.replica import Address, Replica, TransportError
@@ -44,7 +43,7 @@ from ckpt.storage.names import SaveId, parse_save_name
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["ReplicaOptions", "Replicator"]
+__all__ = ["Replicator"]
 
 _log = logging.getLogger("ckpt")
 _LINGER_S = 60.0
@@ -52,23 +51,6 @@ _SILENCE_S = 5.0  # of a holder in a restore: another copy of the step, or an ol
 _SECRET_BYTES = 32
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _MOST_WARNINGS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaOptions:
-    """How replicas are sent: at most `bandwidth` bytes per second from each rank, received at the address `host`.
-
-    `place` names what may fail as a whole: no replica is in the same place as its original. None for the node.
-    """
-
-    bandwidth: float | None = None
-    host: str | None = None
-    place: str | None = None
-
-    def __post_init__(self) -> None:
-        Limiter(self.bandwidth)  # ValueError if that is too low
-        if self.host is not None:
-            ipaddress.ip_address(self.host)  # ValueError for a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +65,7 @@ class _Round:
 class Replicator:
     """The replicas of one rank. `slots` returns those of the arena."""
 
-    def __init__(self, ranks: Ranks, slots: Callable[[], Iterable[Slot]], options: ReplicaOptions) -> None:
+    def __init__(self, ranks: Ranks, slots: Callable[[], Iterable[Slot]], options: Snapshots) -> None:
         self._ranks = ranks
         self._slots = slots
         self._options = options

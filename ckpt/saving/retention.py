@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ckpt.arguments import whole_number
 from ckpt.errors import CheckpointError
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_root
 from ckpt.storage.interface import Root
@@ -194,19 +195,16 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def keep_policy(keep: Keep | None, keep_last: int | None, keep_every: int | None) -> Keep | None:
-    """Return the policy of a `Checkpointer`; None to keep all. ValueError for arguments that contradict each other."""
-    if keep is not None:
-        if not isinstance(keep, Keep):
-            raise ValueError(f"keep is a policy such as ckpt.Latest(3) | ckpt.Every(1000), not {keep!r}")
-        if keep_last is not None or keep_every is not None:
-            raise ValueError("give keep, or keep_last and keep_every, which stand for keep=Latest(...) | Every(...)")
+def keep_policy(keep: Any, name: str = "keep") -> Keep | None:
+    """Return the policy of an argument `keep`: a whole number stands for the newest steps, None keeps all."""
+    if keep is None or isinstance(keep, Keep):
         return keep
-    if keep_last is None:
-        if keep_every is not None:
-            raise ValueError("keep_every keeps steps in addition to keep_last, without which all are kept")
-        return None
-    return Latest(keep_last) if keep_every is None else Latest(keep_last) | Every(keep_every)
+    if type(keep) is int:
+        return Latest(whole_number(name, keep, unit="steps"))
+    raise TypeError(
+        f"{name} must be a number of steps, such as 3, or a policy, such as ckpt.Latest(3) | ckpt.Every(1000), not "
+        f"{keep!r:.80} ({type(keep).__name__})"
+    )
 
 
 # -- applying a policy -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ckpt.errors import CheckpointError, CheckpointTimeoutError, StateError
 from ckpt.events import Retained, SnapshotStaged
 from ckpt.lingering.keeping import LingeringMemory
 from ckpt.observing import emit, is_observed
+from ckpt.options import Snapshots
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, drain, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
@@ -30,9 +31,9 @@ from ckpt.saving.memory_tier import MemoryTier
 from ckpt.saving.observed_save import ObservedSave
 from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch, lost_token
-from ckpt.saving.replicator import ReplicaOptions, Replicator
+from ckpt.saving.replicator import Replicator
 from ckpt.saving.scheduled import Scheduled, wait_for_program
-from ckpt.saving.snapshots import Snapshots
+from ckpt.saving.snapshots import HeldSnapshots
 from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.saving.task import COORDINATOR, ReplicasDiffer, SaveOptions, StepsRemoved, WriteTask, pack_offsets
@@ -77,7 +78,7 @@ class Saver:
         queue: AsyncCallsQueue,
         staging: StagingOptions,
         options: SaveOptions,
-        replicas: ReplicaOptions | None = None,
+        replicas: Snapshots | None = None,
         lingering: LingeringMemory | None = None,
     ) -> None:
         self._root = root
@@ -86,7 +87,7 @@ class Saver:
         self._queue = queue
         self._slot_timeout_s = staging.slot_timeout_s
         self._options = options
-        self.snapshots = Snapshots(ranks)
+        self.snapshots = HeldSnapshots(ranks)
         self._stager = Stager(ranks, staging, self._wait_for_writers, self.snapshots)
         self.replicator: Replicator | None = None
         if replicas is not None:
@@ -275,7 +276,7 @@ class Saver:
         if prepared.cached.layout.plan.batches > 1:
             raise StateError(
                 f"the share of rank {self._ranks.rank} does not fit one staging slot, so there can be no snapshot of "
-                "it: raise max_host_bytes"
+                "it: raise Staging(max_host_bytes=...)"
             )
         staged = self._stager.stage(prepared, save, 0, begin, compared=False)
         self._hold(prepared, save, staged, Lineage(current_restart_index(), {}, self._versions))

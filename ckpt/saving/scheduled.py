@@ -11,20 +11,26 @@ as any part of a program may load what another part has saved; a child that the 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
 
+from ckpt.arguments import duration
 from ckpt.async_calls import AsyncCallsQueue
 from ckpt.errors import CheckpointCorruptError
 from ckpt.saving.handle import SaveHandle
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
+from ckpt.storage.options import StorageOptions
 from ckpt.storage.ownership import OwnerState
+from ckpt.storage.roots import open_root
 from inprocess.ipc.forks import Origin
 
-__all__ = ["Scheduled", "wait_for_program", "wait_for_step"]
+__all__ = ["Scheduled", "wait_for_program", "wait_for_step", "wait_until_written"]
 
 _log = logging.getLogger("ckpt")
 _COORDINATOR = 0
@@ -80,6 +86,30 @@ class Scheduled:
 
     def _is_undecided(self, save: SaveId) -> bool:
         return self.root.pending_save(save).outcome() is None
+
+
+def wait_until_written(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    timeout: timedelta | float = timedelta(minutes=10),
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Wait while a live process writes `step`, in this program or another; without it, while this program saves there.
+
+    At most `timeout`, a timedelta or seconds. `path` is a checkpoint root, also a URL, with the `storage_options` of
+    `Checkpointer`. For any thread, without communication. Decides and finalizes nothing: afterwards the step may be
+    published, or not, and what a process that died has left is as it was.
+    """
+    timeout_s = duration("timeout", timeout, or_zero=True).total_seconds()
+    root, deadline = (
+        open_root(path, StorageOptions.of(storage_options, max(timeout_s, 1.0))),
+        time.monotonic() + timeout_s,
+    )
+    if step is None:
+        wait_for_program(root, deadline)
+    else:
+        wait_for_step(root, step, deadline)
 
 
 def wait_for_program(root: Root, deadline: float, step: int | None = None, but: Scheduled | None = None) -> None:

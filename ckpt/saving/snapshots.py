@@ -33,7 +33,7 @@ from ckpt.staging.runs import copy_together
 from ckpt.storage.names import SaveId
 from inprocess.ipc.threads import JoinableThread
 
-__all__ = ["Snapshots"]
+__all__ = ["HeldSnapshots"]
 
 _log = logging.getLogger("ckpt")
 _INLINE_BYTES = 4 << 20  # of checksums that are not worth a thread
@@ -58,7 +58,7 @@ class _Held:
     complete: bool = False
 
 
-class Snapshots:
+class HeldSnapshots:
     """The snapshots that the slots of one rank hold, oldest first."""
 
     def __init__(self, ranks: Ranks) -> None:

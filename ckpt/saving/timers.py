@@ -23,7 +23,7 @@ class Timers:
         self._begins: dict[tuple[str, Begin], None] = {}  # in order, each once
 
     def add(self, name: str, begin: Begin) -> None:
-        """Let each call have the timer ``begin(name, at_ns)``, too; see `Checkpointer.observe_phases`."""
+        """Let each call have the timer ``begin(name, at_ns)``, too; see `RestartBridge.observe_phases`."""
         self._begins[name, begin] = None
 
     def begin(self, at_ns: int, rank: int) -> CallTimer | None:

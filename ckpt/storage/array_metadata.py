@@ -222,7 +222,8 @@ def open_in_memory(meta: ArrayMeta, context: Any) -> Any:
     spec = {
         "driver": "zarr3",
         "kvstore": "memory://",
-        "metadata": meta.array_document(),
+        # Without attributes: integers of tensorstore have 64 bits, and the key of a state may be larger.
+        "metadata": meta.array_document() | {"attributes": {}},
         "store_data_equal_to_fill_value": True,
     }
     return ts.open(spec, context=context, open=True, assume_metadata=True).result()

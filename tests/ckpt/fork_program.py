@@ -49,13 +49,15 @@ class Rank:
         self.checkpointer: Any = ckpt.Checkpointer(
             folder / "root",
             save_every=2,
-            snapshot_every=1,
+            snapshots=ckpt.Snapshots(
+                every=1,
+                replicas=1,
+                host="127.0.0.1",
+                place=f"place {rank}",
+                linger=timedelta(minutes=5),
+                linger_id=f"forks {folder}",
+            ),
             keep=ckpt.Latest(100),
-            replicas=1,
-            replica_host="127.0.0.1",
-            replica_place=f"place {rank}",
-            linger=timedelta(minutes=5),
-            linger_id=f"forks {folder}",
             timeout=timedelta(seconds=40),
             mirror=ckpt.Mirror(folder / "mirror"),
             export=ckpt.ExportOptions(folder / "exports", every=2),
@@ -121,7 +123,7 @@ class Rank:
             lambda: self.checkpointer.warmup(self.state),
             lambda: self.checkpointer.restore(self.state),
             lambda: self.checkpointer.recover(),
-            lambda: self.checkpointer.recover_from_fault(None),
+            lambda: self.checkpointer.bridge.recover_from_fault(None),
             lambda: self.checkpointer.maybe_finalize(),
             lambda: self.checkpointer.delete(self.step),
             lambda: self.checkpointer.pin(self.step),
@@ -133,11 +135,11 @@ class Rank:
 
     def child_closes_each_part(self) -> None:
         """What no user can reach has no effect, either."""
-        saver, parts = self.checkpointer._saver, self.checkpointer
+        saver, parts = self.checkpointer._parts.saver, self.checkpointer._parts
         saver._lingering.leave()
         saver.replicator._keeper.leave()
-        parts._mirror.abort()
-        parts._queue._release()
+        parts.mirror.abort()
+        parts.queue._release()
 
     def check(self, before: dict[str, Any], way: str) -> None:
         self.train()

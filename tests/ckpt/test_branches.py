@@ -386,7 +386,7 @@ def test_a_dropped_checkpointer_keeps_no_thread(tmp_path: Path) -> None:
 
 def test_leases_of_readers_end_with_them(tmp_path: Path) -> None:
     """Not with a fork of their process; and what a reader leaves that was killed is removed."""
-    with ckpt.Checkpointer(tmp_path, keep_last=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(_state(1.0), 1)
         opened = ckpt.open(tmp_path)
         leases = tmp_path / ".readers" / opened.summary["save"]
@@ -437,7 +437,7 @@ def test_an_idle_reader_of_another_host_keeps_its_step(tmp_path: Path, how: str)
     """Its lease is all that this process knows of it. It is renewed as long as the object lives, without any read."""
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", _IDLE]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with ckpt.Checkpointer(tmp_path, keep_last=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(_state(1.0), 1)
         with subprocess.Popen([*command, how, str(tmp_path)], text=True, cwd=REPOSITORY, **pipes) as reader:
             assert reader.stdout is not None
@@ -533,12 +533,12 @@ def test_a_fault_before_the_first_save_does_not_bring_back_the_branch_that_was_l
         state = _weights(-1.0)
         checkpointer.register(**state)
         if how == "restore_registered":
-            checkpointer.leave_restoring_to_next_iteration()
+            checkpointer.bridge.leave_restoring_to_next_iteration()
         for _ in range(2):
             if how != "restore":
-                checkpointer.recover_from_fault(timedelta(seconds=10))
+                checkpointer.bridge.recover_from_fault(timedelta(seconds=10))
             if how == "restore_registered":
-                checkpointer.restore_registered(StoreRanks(0, 1, None, 10), 1)
+                checkpointer.bridge.restore_registered(StoreRanks(0, 1, None, 10), 1)
             assert checkpointer.recover() == [10]
             if how in ("restore", "both"):
                 assert checkpointer.restore(state) == 10
@@ -552,30 +552,30 @@ def test_a_fault_before_the_first_save_does_not_bring_back_the_branch_that_was_l
 
 
 def test_snapshots_of_the_new_branch_count_and_published_steps_of_the_old_one_do_not(tmp_path: Path) -> None:
-    with _gone_back(tmp_path, snapshot_every=1) as checkpointer:
+    with _gone_back(tmp_path, snapshots=1) as checkpointer:
         state = _weights(0.0)
         for step in (11, 12):
             checkpointer.snapshot(_weights(float(step)), step)
-        checkpointer.recover_from_fault(timedelta(seconds=10))
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=10))
         assert checkpointer.recover() == [10, 11, 12]
         assert checkpointer.restore(state) == 12
         assert state["w"].unique().tolist() == [12.0]
         checkpointer.snapshot(_weights(25.0), 25)  # past a step of the old branch
         assert checkpointer.restore(state) == 25
         checkpointer.register(**state)
-        checkpointer.recover_from_fault(timedelta(seconds=10))  # what is in memory alone is not restored here
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=10))  # what is in memory alone is not restored here
         assert checkpointer.resume_step == 10
 
 
 def test_snapshots_of_the_branch_that_was_left_do_not_count(tmp_path: Path) -> None:
     _published(tmp_path, 10)
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = _weights(0.0)
         assert checkpointer.restore(state) == 10
         for step in (11, 12):
             checkpointer.snapshot(_weights(float(step)), step)
         assert checkpointer.restore(state, 10) == 10
-        checkpointer.recover_from_fault(timedelta(seconds=10))
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=10))
         assert checkpointer.recover() == [10]
         assert checkpointer.restore(state) == 10
 
@@ -590,7 +590,7 @@ def test_the_branch_that_was_left_can_be_chosen_again(tmp_path: Path) -> None:
         _damage(tmp_path, 30)
         assert checkpointer.restore(state) == 20  # the step before on the same branch
         checkpointer.register(**state)
-        checkpointer.recover_from_fault(timedelta(seconds=10))  # and the damaged one is not met again
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=10))  # and the damaged one is not met again
         assert checkpointer.resume_step == 20
         checkpointer.save(_weights(25.0), 25)
         assert checkpointer.all_steps() == [10, 20, 25]
@@ -631,8 +631,7 @@ def test_an_evaluation_sees_what_is_published_since(tmp_path: Path) -> None:
 
 def _one_is_replaced(initial_rank: int, world_size: int, root: Path, snapshots: bool) -> list[tuple[int, int | None]]:
     """Go back to step 10, then kill a rank; return what each iteration on this rank has restored."""
-    options: dict[str, Any] = {"snapshot_every": 1} if snapshots else {}
-    checkpointer = ckpt.Checkpointer(root, timeout=timedelta(seconds=20), **options)
+    checkpointer = ckpt.Checkpointer(root, timeout=timedelta(seconds=20), snapshots=1 if snapshots else None)
     begun: list[tuple[int, int | None]] = []
 
     @inprocess.Wrapper(

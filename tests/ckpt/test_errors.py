@@ -49,7 +49,7 @@ def _restore(root: Path, step: int) -> None:
 
 
 def _no_slot(root: Path) -> None:
-    with ckpt.Checkpointer(root, slots=1, timeout=timedelta(seconds=0.1)) as checkpointer:
+    with ckpt.Checkpointer(root, staging=ckpt.Staging(slots=1), timeout=timedelta(seconds=0.1)) as checkpointer:
         request = checkpointer.save_request({"w": torch.ones(2)}, 1)
         try:
             checkpointer.save_request({"w": torch.ones(2)}, 2)
@@ -76,8 +76,8 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "wait for a slot": (_no_slot, TimeoutError),
     "save a negative step": (lambda root: _save(root, -1), ValueError),
     "save a step that is no number": (lambda root: _save(root, "2"), ValueError),
-    "no slots for snapshots": (lambda root: _save(root, 2, snapshot_every=1, slots=1), ValueError),
-    "an unknown count of replicas": (lambda root: _save(root, 2, replicas=2), ValueError),
+    "no slots for snapshots": (lambda root: _save(root, 2, snapshots=1, staging=ckpt.Staging(slots=1)), ValueError),
+    "an unknown count of replicas": (lambda root: _save(root, 2, snapshots=ckpt.Snapshots(replicas=2)), ValueError),
 }
 
 

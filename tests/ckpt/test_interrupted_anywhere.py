@@ -72,7 +72,7 @@ def _save(checkpointer: ckpt.Checkpointer, state: Any, step: int, finalized: lis
 def test_nothing_is_lost(tmp_path: Path, drain: timedelta | None, leak_check: LeakCheck) -> None:
     state = _state()
     finalized: list[int] = []
-    checkpointer = ckpt.Checkpointer(tmp_path, keep_last=2)
+    checkpointer = ckpt.Checkpointer(tmp_path, keep=2)
     checkpointer.register(**state)
     checkpointer.save(state, 0)
     with _Thrower(None) as whole:
@@ -93,7 +93,7 @@ def test_nothing_is_lost(tmp_path: Path, drain: timedelta | None, leak_check: Le
             pass
         modes.restore()  # as the wrapper does after a restart
         state["a"].fill_(-1.0)
-        checkpointer.recover_from_fault(drain)
+        checkpointer.bridge.recover_from_fault(drain)
         where = f"place {place} of {whole.count}"
         assert state["a"].eq(1.0).all(), where
         assert checkpointer.queue.get_num_unfinalized_calls() == 0, where

@@ -49,7 +49,7 @@ def test_saves_in_flight_continue_each_other_after_a_restore(tmp_path: Path) -> 
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(state, 10)
         checkpointer.save(state, 40)
-    with ckpt.Checkpointer(tmp_path, slots=3) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, staging=ckpt.Staging(slots=3)) as checkpointer:
         checkpointer.restore(state, 10)
         for step in (20, 30, 35):
             checkpointer.async_save(state, step)

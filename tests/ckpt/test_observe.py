@@ -42,7 +42,7 @@ def _started(step: int = 1) -> events.SaveStarted:
 
 def test_a_run_and_its_events(tmp_path: Path) -> None:
     seen: list[events.Event] = []
-    with ckpt.observe(seen.append), ckpt.Checkpointer(tmp_path, keep_last=1) as checkpointer:
+    with ckpt.observe(seen.append), ckpt.Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(_STATE, 1)
         checkpointer.save(_STATE, 2)
         checkpointer.restore(_STATE)

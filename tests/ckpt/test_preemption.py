@@ -150,11 +150,11 @@ def test_a_step_that_was_restored_from_memory_is_saved(tmp_path: Path) -> None:
     """A request to stop right after a restart: memory ends with the process."""
     root = tmp_path / "root"
     state = {"weight": torch.full((1000,), 4.0)}
-    with ckpt.Checkpointer(root, snapshot_every=1) as checkpointer, ckpt.PreemptionWatcher(checkpointer) as watcher:
+    with ckpt.Checkpointer(root, snapshots=1) as checkpointer, ckpt.PreemptionWatcher(checkpointer) as watcher:
         checkpointer.save(state, 4)
         state["weight"].fill_(5.0)
         checkpointer.snapshot(state, 5)
-        checkpointer.recover_from_fault(_LONG)
+        checkpointer.bridge.recover_from_fault(_LONG)
         assert checkpointer.restore(state) == 5
         assert watcher.save(state, 5)
     _assert_newest(root, 5)
@@ -178,7 +178,10 @@ def test_earlier_saves_that_failed_do_not_count(in_flight: bool, tmp_path: Path)
     with ckpt.Checkpointer(root) as checkpointer:
         for step in (4, 5):
             checkpointer.save(state, step)
-    with ckpt.Checkpointer(root, slots=3) as checkpointer, ckpt.PreemptionWatcher(checkpointer) as watcher:
+    with (
+        ckpt.Checkpointer(root, staging=ckpt.Staging(slots=3)) as checkpointer,
+        ckpt.PreemptionWatcher(checkpointer) as watcher,
+    ):
         for step in (4, 5, 7) if in_flight else (4, 5):
             checkpointer.async_save(state, step)  # the first two are refused, as they are there already
         assert watcher.save({"weight": torch.zeros(1000)} if in_flight else state, 7)
@@ -329,7 +332,7 @@ def test_workers_of_a_loader_can_ignore_the_signal_to_all(tmp_path: Path) -> Non
 
 def test_what_is_refused(tmp_path: Path, leak_check: LeakCheck) -> None:
     with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
-        with pytest.raises(ValueError, match="grace must be a positive time"):
+        with pytest.raises(ValueError, match="grace must be positive"):
             ckpt.PreemptionWatcher(checkpointer, grace=timedelta(0))
         with pytest.raises((ValueError, OSError)):
             ckpt.PreemptionWatcher(checkpointer, signals=[signal.SIGTERM, signal.SIGKILL])

@@ -42,7 +42,7 @@ with ckpt.Checkpointer(root) as checkpointer:
     other = {"w": torch.zeros(1000)}
     if how == "restart":
         checkpointer.register(**other)
-        checkpointer.recover_from_fault(timedelta(seconds=5))
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=5))
     else:
         checkpointer.restore(other)
     assert other["w"].sum() == 1000

@@ -1,4 +1,4 @@
-"""What `Checkpointer.recover_from_fault` leaves: every save decided, the state back, nothing lost."""
+"""What `RestartBridge.recover_from_fault` leaves: every save decided, the state back, nothing lost."""
 
 import logging
 import os
@@ -101,7 +101,7 @@ def test_drain_publishes_what_was_staged_and_runs_its_finalize_functions(tmp_pat
     request.add_finalize_fn(lambda: finalized.append(1))
     index = checkpointer.queue.schedule_async_request(request)
     _fill(state, 2)
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     assert finalized == [1]
     assert checkpointer.all_steps() == [1]
     assert checkpointer.resume_step == 1
@@ -122,7 +122,7 @@ def test_abort_publishes_nothing_and_waits_for_nobody(tmp_path: Path, leak_check
     index = checkpointer.queue.schedule_async_request(request)
     wait_until(lambda: (tmp_path / "go.0").exists(), "the writer to have written")
     begin = time.monotonic()
-    checkpointer.recover_from_fault(None)
+    checkpointer.bridge.recover_from_fault(None)
     print(f"abort and restore: {1000 * (time.monotonic() - begin):.0f} ms")
     (tmp_path / "go").touch()
     assert (checkpointer.all_steps(), finalized, checkpointer.resume_step) == ([1], [], 1)
@@ -171,7 +171,7 @@ def test_a_writer_that_begins_a_save_too_late_leaves_nothing(
         return recover(timeout_s)
 
     monkeypatch.setattr(checkpointer.queue, "recover", recover_late)
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     assert (root.steps(), root.pending()) == ([1], [])
     checkpointer.save(state, 2)
     checkpointer.close()
@@ -182,7 +182,7 @@ def test_a_save_that_is_published_survives_an_abort(tmp_path: Path, leak_check: 
     _fill(state, 1)
     checkpointer.async_save(state, 1)
     wait_until(lambda: checkpointer.all_steps() == [1], "the step to be published")
-    checkpointer.recover_from_fault(None)
+    checkpointer.bridge.recover_from_fault(None)
     assert checkpointer.maybe_finalize() == [1]
     assert checkpointer.resume_step == 1
     checkpointer.close()
@@ -194,7 +194,7 @@ def test_a_request_that_was_never_scheduled_is_given_up(tmp_path: Path, leak_che
     checkpointer.save(state, 1)
     for step in (2, 3):
         checkpointer.save_request(state, step)  # both slots
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     assert checkpointer.all_steps() == [1]
     checkpointer.save(state, 4)
     assert checkpointer.all_steps() == [1, 4]
@@ -205,7 +205,7 @@ def test_at_the_deadline_a_save_is_given_up(tmp_path: Path, leak_check: LeakChec
     checkpointer, state = _registered(tmp_path / "root")
     checkpointer.queue.schedule_async_request(_held_request(checkpointer, state, 1, tmp_path / "go"))
     wait_until(lambda: (tmp_path / "go.0").exists(), "the writer to have written")
-    checkpointer.recover_from_fault(timedelta(milliseconds=50))
+    checkpointer.bridge.recover_from_fault(timedelta(milliseconds=50))
     assert checkpointer.all_steps() == []
     assert checkpointer.resume_step is None
     checkpointer.save(state, 1)
@@ -231,7 +231,7 @@ def test_finalize_functions_that_were_interrupted_go_on_where_they_stopped(
     checkpointer.queue.schedule_async_request(request)
     with pytest.raises(Restart):
         checkpointer.maybe_finalize(blocking=True)
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     assert calls == ["first", "second"]
     assert checkpointer.queue.get_num_unfinalized_calls() == 0
     checkpointer.close()
@@ -248,7 +248,7 @@ def test_faults_of_saves_do_not_pile_up(tmp_path: Path, leak_check: LeakCheck) -
         checkpointer.maybe_finalize(blocking=True)
     (tmp_path / "root").unlink()
     (tmp_path / "elsewhere").rename(tmp_path / "root")
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     assert CheckpointRoot(str(tmp_path / "root")).abandoned() == []  # nobody had reason to record anything
     assert checkpointer.resume_step == 1
     checkpointer.close()
@@ -256,11 +256,11 @@ def test_faults_of_saves_do_not_pile_up(tmp_path: Path, leak_check: LeakCheck) -
 
 @pytest.mark.timeout(120)  # half a minute, on a busy machine
 def test_a_hundred_faults_leave_nothing(tmp_path: Path, leak_check: LeakCheck) -> None:
-    checkpointer, state = _registered(tmp_path / "root", keep_last=1)
+    checkpointer, state = _registered(tmp_path / "root", keep=1)
     for epoch in range(1, 101):
         _fill(state, epoch)
         checkpointer.async_save(state, epoch)
-        checkpointer.recover_from_fault(_DRAIN if epoch % 10 else None)
+        checkpointer.bridge.recover_from_fault(_DRAIN if epoch % 10 else None)
         if epoch == 10:
             leak_check_here = LeakCheck()
     leak_check_here.check()
@@ -276,11 +276,11 @@ def test_a_spare_decides_nothing_and_restores_nothing(tmp_path: Path, leak_check
     checkpointer.queue.schedule_async_request(_held_request(checkpointer, state, 1, tmp_path / "go"))
     wait_until(lambda: (tmp_path / "go.0").exists(), "the writer to have written")
     spare, of_spare = _registered(tmp_path / "root")
-    spare.recover_from_fault(_DRAIN, rank=None)
+    spare.bridge.recover_from_fault(_DRAIN, rank=None)
     assert (spare.resume_step, spare.last_restore) == (None, None)
     assert _is(of_spare, 0)
     (tmp_path / "go").touch()
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     assert spare.restore(of_spare) == 1
     assert _is(of_spare, 1)
     spare.close()
@@ -300,7 +300,7 @@ def _after_fault(rank: int, world_size: int, folder: Path, scene: Callable[..., 
     _fill(state, 2, rank)
     scene(checkpointer, state, rank, folder)
     dist.destroy_process_group()
-    checkpointer.recover_from_fault(*(more or (_DRAIN,)))
+    checkpointer.bridge.recover_from_fault(*(more or (_DRAIN,)))
     step = checkpointer.resume_step
     assert step is not None
     answer = {"step": step, "right": _is(state, step, rank), "report": checkpointer.last_restore}
@@ -372,7 +372,7 @@ def _recover(rank: int, world_size: int, folder: Path, scene: Callable[..., None
     _fill(state, 2, rank)
     scene(checkpointer, state, rank, folder)
     dist.barrier()  # nobody closes a socket others still need; recovering needs no group
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     step = checkpointer.resume_step
     assert step is not None
     answer = {"step": step, "right": _is(state, step, rank), "report": checkpointer.last_restore}
@@ -452,7 +452,7 @@ def _lose_the_group(rank: int, world_size: int, root: Path, at: str) -> dict[str
         request = checkpointer.save_request(state, 2)
     of_writer = request.async_fn.task.rank  # type: ignore[union-attr]
     _fill(state, 9, rank)
-    checkpointer.recover_from_fault(None)
+    checkpointer.bridge.recover_from_fault(None)
     answer = {"writer": of_writer, "step": checkpointer.resume_step, "right": _is(state, 1, rank)}
     checkpointer.close()
     return answer

@@ -50,8 +50,8 @@ def round_trip(queue: AsyncCallsQueue, tmp_path: Path) -> RoundTrip:
     """Save one state, restore it into another; with sizes that make small tensors have several files."""
 
     def run(source: Any, target: Any, **options: Any) -> Any:
-        sizes = {"inner_bytes": 256, "file_bytes": 1024} | options
-        with Checkpointer(tempfile.mkdtemp(dir=tmp_path), queue=queue, **sizes) as checkpointer:
+        staging = ckpt.Staging(**({"inner_bytes": 256, "file_bytes": 1024} | options))
+        with Checkpointer(tempfile.mkdtemp(dir=tmp_path), queue=queue, staging=staging) as checkpointer:
             checkpointer.save(source, 1)
             assert checkpointer.restore(target) == 1
         return target
@@ -175,7 +175,7 @@ class _Tied(nn.Module):
 @pytest.mark.parametrize("tied_then", [True, False])
 def test_tied_weights_are_stored_once(queue: AsyncCallsQueue, tmp_path: Path, tied_then: bool) -> None:
     source, target = _Tied(), _Tied(tied_then)
-    with Checkpointer(tmp_path, queue=queue, inner_bytes=1000) as checkpointer:
+    with Checkpointer(tmp_path, queue=queue, staging=ckpt.Staging(inner_bytes=1000)) as checkpointer:
         checkpointer.save({"model": source}, 1)
         with ckpt.open(tmp_path, 1) as checkpoint:
             assert checkpoint.summary["tensors"] == 1

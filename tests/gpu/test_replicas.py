@@ -18,7 +18,7 @@ def _one_parameter_differs(rank: int, world_size: int, root: Path, overlap: bool
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)).cuda()
     strided = torch.zeros(300, 300, device="cuda").t()
     outcomes = []
-    with ckpt.Checkpointer(root, overlap=overlap) as checkpointer:
+    with ckpt.Checkpointer(root, staging=ckpt.Staging(overlap=overlap)) as checkpointer:
         for step in (1, 2):
             try:
                 checkpointer.save({"model": model, "strided": strided}, step)

@@ -1,7 +1,6 @@
 """Restores to a GPU, from staging memory and from storage. Skipped, cleanly, where there is none."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def report_of(checkpointer: ckpt.Checkpointer) -> RestoreReport:
 
 def test_from_staging_memory(tmp_path: Path) -> None:
     state = some_state(1)
-    with ckpt.Checkpointer(tmp_path, inner_bytes=4096) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, staging=ckpt.Staging(inner_bytes=4096)) as checkpointer:
         checkpointer.save(state, 1)
         other = some_state(2)
         assert checkpointer.restore(other) == 1
@@ -43,7 +42,7 @@ def test_from_staging_memory(tmp_path: Path) -> None:
 
 def test_views_from_staging_memory(tmp_path: Path) -> None:
     state = {"view": torch.randn(70, 300, device="cuda"), "conjugate": torch.randn(900, dtype=torch.cfloat).cuda()}
-    with ckpt.Checkpointer(tmp_path, inner_bytes=4096) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, staging=ckpt.Staging(inner_bytes=4096)) as checkpointer:
         checkpointer.save(state, 1)
         other = {
             "view": torch.zeros(300, 70, device="cuda").t(),
@@ -78,8 +77,8 @@ def test_damaged_staging_memory_is_not_used(tmp_path: Path) -> None:
     assert same(other, state)
 
 
-@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}])
-def test_more_than_is_read_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_more_than_is_read_at_once(tmp_path: Path, compression: str | None) -> None:
     """From storage; rows of one tensor, and one row that is longer than what there is room for at once."""
     torch.manual_seed(1)
     state = {
@@ -87,10 +86,10 @@ def test_more_than_is_read_at_once(tmp_path: Path, options: dict[str, Any]) -> N
         "row": torch.randint(99, (1, 12_000_001), dtype=torch.int32, device="cuda"),
         "run": torch.randint(99, (12_000_001,), dtype=torch.int32, device="cuda"),
     }
-    with ckpt.Checkpointer(tmp_path, **options) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, staging=ckpt.Staging(compression=compression)) as checkpointer:
         checkpointer.save(state, 1)
     other = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    with ckpt.Checkpointer(tmp_path, **options) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, staging=ckpt.Staging(compression=compression)) as checkpointer:
         assert checkpointer.restore(other) == 1
         assert report_of(checkpointer).storage_bytes == sum(tensor.numel() * 4 for tensor in state.values())
     assert same(other, state)

@@ -37,7 +37,7 @@ def test_a_save_holds_the_state_of_its_step_while_training_goes_on(tmp_path: Pat
     model, optimizer = model_and_optimizer(0)
     state = {"model": model, "optimizer": optimizer}
     expected = copies(state)
-    with ckpt.Checkpointer(tmp_path / "root", overlap=overlap) as checkpointer:
+    with ckpt.Checkpointer(tmp_path / "root", staging=ckpt.Staging(overlap=overlap)) as checkpointer:
         checkpointer.warmup(state)
         checkpointer.async_save(state, 1)
         for _ in range(3):
@@ -102,14 +102,15 @@ def on_gpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("options", [{}, {"max_host_bytes": 1 << 18}])
+@pytest.mark.parametrize("max_host_bytes", [None, 1 << 18])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_files_are_those_of_a_save_from_the_cpu(tmp_path: Path, options: dict[str, Any], overlap: bool) -> None:
+def test_the_files_are_those_of_a_save_from_the_cpu(tmp_path: Path, max_host_bytes: int | None, overlap: bool) -> None:
     state = every_kind_of_tensor()
     written = {}
     for name, saved in (("cpu", state), ("cuda", on_gpu(state))):
         root = tmp_path / name
-        with ckpt.Checkpointer(root, file_bytes=40_000, inner_bytes=3_000, overlap=overlap, **options) as checkpointer:
+        staging = ckpt.Staging(file_bytes=40_000, inner_bytes=3_000, overlap=overlap, max_host_bytes=max_host_bytes)
+        with ckpt.Checkpointer(root, staging=staging) as checkpointer:
             for step in (1, 2, 3):  # the slots are used again
                 checkpointer.save(saved, step)
         written[name] = {

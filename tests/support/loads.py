@@ -13,7 +13,7 @@ __all__ = ["as_another_program", "newest_writer", "stopped_until_a_load_waits", 
 
 def as_another_program(checkpointer: ckpt.Checkpointer) -> ckpt.Checkpointer:
     """Return it, as if it was of another program: loads and claims of this one do not wait for its saves."""
-    checkpointer._saver.scheduled.close()
+    checkpointer._parts.saver.scheduled.close()
     return checkpointer
 
 

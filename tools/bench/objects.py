@@ -81,7 +81,7 @@ class _Measurement:
 
     def round(self, backwards: bool) -> _Round:
         """Measure everything once; limits and saves take turns in one order or the other."""
-        with Checkpointer(f"{self._url}/steps", keep_last=1) as checkpointer:
+        with Checkpointer(f"{self._url}/steps", keep=1) as checkpointer:
             checkpointer.warmup(self._state)
             self._save(checkpointer)
             saved: dict[str, float] = {}

@@ -43,7 +43,7 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     state = {f"rank{rank}": make_state(1e9 * options.gb / world_size)}
     limit = CopyLimit(tensors(state[f"rank{rank}"]))
-    checkpointer = ckpt.Checkpointer(options.folder / "root", snapshot_every=1, timeout=timedelta(minutes=2))
+    checkpointer = ckpt.Checkpointer(options.folder / "root", snapshots=1, timeout=timedelta(minutes=2))
     was_killed = options.folder / "killed"
     waited: dict[str, float] = {}
 

@@ -110,7 +110,7 @@ class FailingRank:
             self._restoring.close()
 
     def _checkpointer(self) -> ckpt.Checkpointer:
-        checkpointer = ckpt.Checkpointer(self._folder, keep_last=2, timeout=_LONG)
+        checkpointer = ckpt.Checkpointer(self._folder, keep=2, timeout=_LONG)
         checkpointer.register(**self._state)
         return checkpointer
 

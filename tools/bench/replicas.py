@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ckpt import Checkpointer
+from ckpt import Checkpointer, Snapshots
 from tools.bench.harness import (
     Row,
     add_disk_option,
@@ -76,14 +76,10 @@ class _Job:
         dist.init_process_group("gloo")
         state = {f"rank{rank}": make_state(self.total_bytes / _RANKS)}
         training = _Training(state, StepLoop(_STEP_S))
-        plain = Checkpointer(self.root / "plain", snapshot_every=1)
+        plain = Checkpointer(self.root / "plain", snapshots=1)
         replicating = Checkpointer(
             self.root / "replicating",
-            snapshot_every=1,
-            replicas=1,
-            replica_place=f"place {rank}",
-            replica_host="127.0.0.1",
-            replica_bandwidth=self.bandwidth,
+            snapshots=Snapshots(every=1, replicas=1, place=f"place {rank}", host="127.0.0.1", bandwidth=self.bandwidth),
             timeout=timedelta(minutes=5),
         )
         gc.freeze()

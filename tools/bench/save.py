@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ckpt import Checkpointer
+from ckpt import Checkpointer, Staging
 from tools.bench.harness import (
     Row,
     add_disk_option,
@@ -106,7 +106,7 @@ class _Measurement:
         """Measure everything once; limits and save take turns in one order or the other."""
         gc.collect()
         before = measure_memory().total
-        with Checkpointer(self._folder, slots=_SLOTS) as checkpointer:
+        with Checkpointer(self._folder, staging=Staging(slots=_SLOTS)) as checkpointer:
             begin = time.perf_counter()
             checkpointer.warmup(self._state)
             warmup = time.perf_counter() - begin

@@ -82,7 +82,7 @@ class _Job:
         state = make_state(self.total_bytes / self.world_size)
         mine = {f"rank{rank}": state}
         limit, loop = CopyLimit(tensors(state)), StepLoop(_STEP_S)
-        checkpointer = Checkpointer(self.root, snapshot_every=1)
+        checkpointer = Checkpointer(self.root, snapshots=1)
         gc.freeze()
 
         @inprocess.Wrapper(

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -110,9 +109,9 @@ def _command(*arguments: str) -> bytes:
     return subprocess.run(line, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True).stdout
 
 
-def _save(root: Path, state: object, **options: Any) -> Path:
+def _save(root: Path, state: object) -> Path:
     """Save `state`, and return the folder of its step."""
-    with Checkpointer(root, **options) as checkpointer:
+    with Checkpointer(root) as checkpointer:
         checkpointer.save(state, 1)
     return root / "step_00000001"
 

@@ -320,7 +320,7 @@ def owned(root: Root, above: int = 0) -> Iterator[int]:
         if root.ownership.state(token) is not OwnerState.GONE:
             raise CannotReadError(
                 f"{root.path} is owned by {root.ownership.describe(token)}, which is alive: stop the job first, or let "
-                "it do this itself (Checkpointer.delete, keep_last)"
+                "it do this itself (Checkpointer.delete, keep=N)"
             )
     token = root.ownership.claim(newest, above=above)
     try:

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-import ckpt.checkpointer as checkpointer_module
 import inprocess
 from ckpt.async_calls import WriterConfig
+from ckpt.engine import restores as restores_module
 from ckpt.errors import CheckpointError
 from ckpt.restart import CheckpointAbort, CheckpointFinalize, CheckpointInitialize
 from ckpt.saving import replicator
@@ -130,7 +130,7 @@ class Saboteur:
         self._patch(stage_module, "stage", "staging", after_some=True)
         self._patch(save_module, "settle", "drain")
         self._patch(save_module.Saver, "settle_all", "drain")
-        self._patch(checkpointer_module, "restore", "restore")
+        self._patch(restores_module, "restore", "restore")
         self._patch(Completion, "count", "count")
         self._patch(MemoryTier, "choose", "agreement")
         self._patch(StagedMemory, "fill", "copy-back")
@@ -231,11 +231,11 @@ def run(rank: int, world_size: int, job: Job, folder: Path) -> str | None:
         stream.write(json.dumps({"event": event, **more}) + "\n")
 
     queue = ckpt.AsyncCallsQueue(config=WriterConfig(writer_timeout_s=4.0))
-    options: dict[str, Any] = {"snapshot_every": 1} if job.snapshots else {}
+    snapshots = ckpt.Snapshots(1) if job.snapshots else None
     if job.replicas:
-        options |= {"replicas": 1, "replica_place": f"place {rank % 2}", "replica_host": "127.0.0.1"}
+        snapshots = ckpt.Snapshots(1, replicas=1, place=f"place {rank % 2}", host="127.0.0.1")
         replicator._LINGER_S = 1.0  # the test waits for the end of all processes
-    checkpointer = ckpt.Checkpointer(folder / "root", queue=queue, timeout=timedelta(seconds=30), **options)
+    checkpointer = ckpt.Checkpointer(folder / "root", queue=queue, timeout=timedelta(seconds=30), snapshots=snapshots)
     state = fresh(rank)
     if job.registered:
         checkpointer.register(**state)

@@ -50,7 +50,7 @@ def _one_dies(rank: int, world_size: int, folder: Path, policy: str, after_s: fl
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
-    checkpointer.recover_from_fault(None if policy == "abort" else timedelta(seconds=20))
+    checkpointer.bridge.recover_from_fault(None if policy == "abort" else timedelta(seconds=20))
     answer = {"step": checkpointer.resume_step, "s": time.monotonic() - begin}
     checkpointer.close()
     return answer

@@ -29,7 +29,7 @@ from tests.support.selection import FULL
 
 Roots = tuple[str | Path, str | Path]
 
-_OPTIONS = {"file_bytes": 100_000}  # several files of each rank
+_FILE_BYTES = 100_000  # several files of each rank
 _AT_ONCE_S = 15.0  # on a busy machine; every time limit that could end the wait instead is longer
 
 POINTS = ("before staging", "after staging", "during write", "before publish", "after publish")
@@ -139,7 +139,9 @@ def _train(
     rank: int, world_size: int, cell: Cell, folder: Path, roots: Roots, options: dict[str, Any]
 ) -> dict[str, Any]:
     root = roots[rank % 2]
-    checkpointer = ckpt.Checkpointer(root, **_OPTIONS, **options, keep_last=9, reuse_files=cell.reuse)
+    checkpointer = ckpt.Checkpointer(
+        root, **options, keep=9, staging=ckpt.Staging(file_bytes=_FILE_BYTES, reuse_files=cell.reuse)
+    )
     checkpointer.restore(_state(0))
     if cell.reuse:
         checkpointer.save(_state(0), 0)
@@ -278,7 +280,7 @@ def play(cell: Cell, folder: Path, roots: Roots, env: Mapping[str, str] | None =
     ):
         assert _recycled_files(root) < _data_files(root.step_path(1)), "the save did not take the files"
     state = _state(0)
-    with ckpt.Checkpointer(root.path, **_OPTIONS, **options) as checkpointer:
+    with ckpt.Checkpointer(root.path, staging=ckpt.Staging(file_bytes=_FILE_BYTES), **options) as checkpointer:
         expected = 3 if cell.who == "writer" else 2 if cell.leaves in (PUBLISHED, ADOPTED) else 1
         assert checkpointer.restore(state) == expected
         _assert_equal(state, expected)

@@ -113,7 +113,7 @@ def test_retention_keeps_a_step_until_it_is_exported(tmp_path: Path, queue: Asyn
 
     with (
         ckpt.observe(sink),
-        Checkpointer(tmp_path / "root", queue=queue, export=options, keep_last=1) as checkpointer,
+        Checkpointer(tmp_path / "root", queue=queue, export=options, keep=1) as checkpointer,
     ):
         for step in range(1, 6):
             checkpointer.save(state(step), step)

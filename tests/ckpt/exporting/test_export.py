@@ -65,7 +65,7 @@ def nested() -> dict[str, Any]:
 
 
 def save(root: Path, queue: AsyncCallsQueue, state: Any, step: int = 0) -> Path:
-    with Checkpointer(root, queue=queue, file_bytes=4096, inner_bytes=256) as checkpointer:
+    with Checkpointer(root, queue=queue, staging=ckpt.Staging(file_bytes=4096, inner_bytes=256)) as checkpointer:
         checkpointer.save(state, step)
     return root
 

@@ -220,9 +220,10 @@ def _places(node: Any) -> list[tuple[Any, ...]]:
 
 
 def _documents(folder: Path) -> Iterator[Document]:
-    for layout, options in (("plain", {}), ("zstd", {"compression": "zstd"})):
+    for layout, compression in (("plain", None), ("zstd", "zstd")):
         root = folder / layout
-        with ckpt.Checkpointer(root, file_bytes=2048, inner_bytes=512, **options) as checkpointer:
+        staging = ckpt.Staging(file_bytes=2048, inner_bytes=512, compression=compression)
+        with ckpt.Checkpointer(root, staging=staging) as checkpointer:
             checkpointer.save(every_type(), 3, metrics={"loss": 0.5})
         step = root / "step_00000003"
         for name in ("zarr.json", "index.json", "state.json", "parts/000/rank_00000.json", "intent.json"):

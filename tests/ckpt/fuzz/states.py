@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpt import Checkpointer, PerRank
+from ckpt import Checkpointer, PerRank, Staging
 from tests.ckpt.interop import states
 
 __all__ = ["LAYOUTS", "every_type", "save_all", "state"]
@@ -69,7 +69,6 @@ def every_type() -> dict[str, Any]:
 
 
 def save_all(rank: int, world_size: int, folder: Path) -> None:
-    sizes: dict[str, int] = {"inner_bytes": 512}
     for name, options in LAYOUTS.items():
-        with Checkpointer(folder / name, **sizes, **options) as checkpointer:
+        with Checkpointer(folder / name, staging=Staging(inner_bytes=512, **options)) as checkpointer:
             checkpointer.save(state(rank, world_size), 4)

@@ -40,7 +40,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Asyn
     folder = tmp_path_factory.mktemp("saved")
     with AsyncCallsQueue() as queue:
         for name, compression in (("plain", None), ("zstd", "zstd")):
-            with Checkpointer(folder / name, queue=queue, compression=compression, **SIZES) as checkpointer:
+            staging = ckpt.Staging(compression=compression, **SIZES)
+            with Checkpointer(folder / name, queue=queue, staging=staging) as checkpointer:
                 checkpointer.save(_state(1.0), 1)
                 checkpointer.save(_state(2.0), 2)
         yield folder, queue

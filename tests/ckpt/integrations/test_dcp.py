@@ -350,7 +350,7 @@ def test_a_load_waits_for_what_is_being_written(name: str, tmp_path: Path) -> No
 
 
 def test_one_writer_for_several_roots_and_its_options(tmp_path: Path, leak_check: LeakCheck) -> None:
-    with Writer(tmp_path / "a", keep_last=1) as writer:
+    with Writer(tmp_path / "a", keep=1) as writer:
         for name in ("a/step_1", "a/step_2", "b/step_1"):
             dcp.save({"x": 1}, checkpoint_id=tmp_path / name, storage_writer=writer)
     assert ckpt.Checkpointer(tmp_path / "a").all_steps() == [2]

@@ -168,6 +168,16 @@ def test_a_save_that_takes_longer_than_the_timeout_is_not_waited_for(plugin: Ckp
         writer.resume()
 
 
+def test_no_name_gets_the_step_that_another_one_lists(plugin: CkptIO, tmp_path: Path) -> None:
+    """A save that was never completed leaves its name, which must not stand for a later checkpoint."""
+    (tmp_path / "lost.ckpt").write_text('{"ckpt_steps": [7]}')
+    plugin.save_checkpoint(checkpoint(7), tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert steps(tmp_path) == [8]
+    with pytest.raises(ckpt.CheckpointNotFoundError, match="its save is not complete"):
+        plugin.load_checkpoint(tmp_path / "lost.ckpt")
+
+
 def test_other_urls_are_refused(plugin: CkptIO) -> None:
     for method in (plugin.load_checkpoint, lambda path: plugin.save_checkpoint(checkpoint(2), path)):
         with pytest.raises(ckpt.StorageError, match="saves to directories and to s3://"):
@@ -233,8 +243,8 @@ def test_a_type_that_is_not_registered_is_named(plugin: CkptIO, tmp_path: Path) 
 
 
 def test_options_that_say_what_is_kept_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"takes no keep_last; .* save_top_k"):
-        CkptIO(keep_last=3)
+    with pytest.raises(TypeError, match=r"takes no keep; .* save_top_k"):
+        CkptIO(keep=3)
 
 
 def test_a_module_is_made_from_a_checkpoint(plugin: CkptIO, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
             trainer = CkptTrainer(torch.nn.Linear(2, 2), args, checkpointer=checkpointer)
             assert trainer.checkpoint_root == str(tmp_path / "root")
-            with pytest.raises(ValueError, match="give keep_last to the checkpointer, and no save_total_limit"):
+            with pytest.raises(ValueError, match="give keep to the checkpointer, and no save_total_limit"):
                 trainer.train()
             with pytest.raises(ValueError, match="hyperparameter_search is not supported: use Trainer"):
                 trainer.train(trial={})

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpt import Checkpointer, PerRank
+from ckpt import Checkpointer, PerRank, Staging
 from tests.support import run_ranks
 
 __all__ = ["FIXTURES", "METRICS", "STEP", "VALUES", "own", "tensors"]
@@ -69,8 +69,8 @@ def _save(rank: int, world_size: int, folder: Path) -> None:
     model["irregular"] = distribute_tensor(model["irregular"], grid, [Shard(0), Shard(0)])
     state["tied"] = model["plain"]
     for name, compression in {"plain": None, "zstd": "zstd"}.items():
-        sizes = {"inner_bytes": 64, "file_bytes": 1024}
-        with Checkpointer(folder / name, compression=compression, **sizes) as checkpointer:
+        staging = Staging(compression=compression, inner_bytes=64, file_bytes=1024)
+        with Checkpointer(folder / name, staging=staging) as checkpointer:
             checkpointer.save(state, 7, metrics=METRICS)
 
 

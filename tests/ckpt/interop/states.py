@@ -10,6 +10,7 @@ import hashlib
 import io
 from argparse import Namespace
 from collections import deque
+from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
@@ -20,7 +21,7 @@ from uuid import UUID
 import torch
 from torch import nn
 
-from ckpt import Checkpointer, PerRank, Unregistered
+from ckpt import Checkpointer, PerRank, Staging, Unregistered
 from ckpt.storage import dtypes
 from tests.support import layouts
 
@@ -29,7 +30,7 @@ __all__ = ["DTYPES", "bytes_of", "many_dtypes", "save_layouts", "save_many_dtype
 DTYPES = dtypes.names()
 
 _SHAPES: dict[str, tuple[int, ...]] = {"matrix": (37, 50), "cube": (3, 5, 41), "row": (1, 1301), "scalar": ()}
-_SMALL = {"inner_bytes": 700, "file_bytes": 10_000}
+_SMALL = Staging(inner_bytes=700, file_bytes=10_000)
 
 
 def bits(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -64,8 +65,9 @@ _ONE_BYTE = ("uint8", "float8_e4m3fn", "float8_e5m2", "bits8")
 def save_many_dtypes(rank: int, world_size: int, folder: Path) -> None:
     """Save ``plain`` and ``zstd``, with shards and several files for each rank, and ``large``, with large chunks."""
     state = {**many_dtypes(), "own": PerRank(torch.full((800,), rank)), "lr": 0.5}
-    for name, options in {"plain": _SMALL, "zstd": {**_SMALL, "compression": "zstd"}, "large": {}}.items():
-        with Checkpointer(folder / name, **options) as checkpointer:
+    layouts = {"plain": _SMALL, "zstd": replace(_SMALL, compression="zstd"), "large": Staging()}
+    for name, staging in layouts.items():
+        with Checkpointer(folder / name, staging=staging) as checkpointer:
             checkpointer.save(state, 5)
 
 
@@ -81,7 +83,7 @@ def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | i
     file = io.BytesIO(b"abc")
     file.seek(2)
     state["file"] = file
-    with Checkpointer(folder / "layouts", inner_bytes=512, file_bytes=8192) as checkpointer:
+    with Checkpointer(folder / "layouts", staging=Staging(inner_bytes=512, file_bytes=8192)) as checkpointer:
         checkpointer.save(state, 12)
     return {path: _whole(tensor) for path, tensor in _tensors(state)}
 

@@ -42,7 +42,7 @@ RANGES: list[tuple[ByteRequest | None, slice]] = [
 @pytest.fixture
 def one(tmp_path: Path) -> Path:
     """Return a root with step 5, which has a tensor of several shards."""
-    with ckpt.Checkpointer(tmp_path / "run", inner_bytes=1000) as checkpointer:
+    with ckpt.Checkpointer(tmp_path / "run", staging=ckpt.Staging(inner_bytes=1000)) as checkpointer:
         checkpointer.save({"model": {"weight": torch.arange(6000.0).reshape(60, 100)}, "lr": 0.1}, 5)
     return tmp_path / "run"
 
@@ -219,7 +219,7 @@ def test_a_step_that_is_removed_is_an_error(one: Path, replaced: bool) -> None:
         assert array[0, 1] == 1.0
         (one / "step_00000005").rename(one / "gone")
         if replaced:
-            with ckpt.Checkpointer(one, inner_bytes=1000) as checkpointer:
+            with ckpt.Checkpointer(one, staging=ckpt.Staging(inner_bytes=1000)) as checkpointer:
                 checkpointer.save({"model": {"weight": torch.zeros(60, 100)}, "lr": 0.1}, 5)
         with pytest.raises(ckpt.CheckpointNotFoundError, match="removed or replaced"):
             array[0, 1]

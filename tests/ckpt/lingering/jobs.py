@@ -43,6 +43,8 @@ def start(
     saves: tuple[int, ...] = (),
     step: int | None = None,
     dies: str | None = None,
+    linger: timedelta | float = LINGER,
+    linger_id: str = "a job",
     **options: Any,
 ) -> None:
     """Restore, print what that was, make so many snapshots, and end like this.
@@ -51,9 +53,10 @@ def start(
     """
     if dies is not None:
         _die(*DIE[dies])
-    options = {"linger": LINGER, "linger_id": "a job", "timeout": timedelta(seconds=30), **options}
+    snapshots = ckpt.Snapshots(1, linger=linger, linger_id=linger_id)
+    options = {"timeout": timedelta(seconds=30), **options}
     with contextlib.ExitStack() as stack:
-        checkpointer = ckpt.Checkpointer(root, snapshot_every=1, **options)
+        checkpointer = ckpt.Checkpointer(root, snapshots=snapshots, **options)
         if end == "raise":
             stack.enter_context(contextlib.suppress(RuntimeError))
             stack.enter_context(checkpointer)
@@ -102,7 +105,7 @@ def _die(owner: Any, name: str, after: bool) -> None:
 
 def resized(rank: int, world_size: int, root: Path, steps: int, end: str) -> None:
     """As `start`, of a state that does not depend on the number of ranks."""
-    checkpointer = ckpt.Checkpointer(root, snapshot_every=1, linger=LINGER, linger_id="a job")
+    checkpointer = ckpt.Checkpointer(root, snapshots=ckpt.Snapshots(every=1, linger=LINGER, linger_id="a job"))
     state = {"weights": [torch.zeros(10_000) for _ in range(7)], "count": {"steps": 0}}
     first = checkpointer.restore(state) or 0
     right = all(tensor.eq(sum(range(first + 1))).all() for tensor in state["weights"])  # type: ignore[attr-defined]

@@ -29,7 +29,9 @@ def main(folder: Path, plan: list[int | None]) -> None:
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    with ckpt.Checkpointer(folder / "root", snapshot_every=1, linger=timedelta(minutes=2)) as checkpointer:
+    with ckpt.Checkpointer(
+        folder / "root", snapshots=ckpt.Snapshots(every=1, linger=timedelta(minutes=2))
+    ) as checkpointer:
         state = fresh()
         step = checkpointer.restore(state) or 0
         (folder / f"{start}-{rank}.json").write_text(json.dumps(began(checkpointer, state, rank)))

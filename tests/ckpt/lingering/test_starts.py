@@ -46,7 +46,7 @@ def _lingering(step: int) -> list[object]:
         (None, {}, "which processes are of the same job"),
         ("none", {}, "TORCHELASTIC_RUN_ID is 'none'"),
         ("7", {"linger_id": ""}, "which processes are of the same job"),
-        ("7", {"linger": timedelta(0)}, "must be a positive time"),
+        ("7", {"linger": timedelta(0)}, "must be positive"),
         ("7", {"linger": None, "linger_id": "x"}, "only with linger"),
         ("7", {"read_only": True}, "read_only"),
     ],
@@ -58,8 +58,10 @@ def test_what_is_refused(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if run_id is not None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    read_only = "read_only" in options
+    own = {"linger": LINGER} | {name: value for name, value in options.items() if name != "read_only"}
     with pytest.raises(ValueError, match=said):
-        ckpt.Checkpointer(tmp_path, **{"linger": LINGER, **options})
+        ckpt.Checkpointer(tmp_path, snapshots=ckpt.Snapshots(**own), read_only=read_only)
 
 
 def test_no_holder_can_be_started(
@@ -69,7 +71,9 @@ def test_no_holder_can_be_started(
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with ckpt.Checkpointer(tmp_path / "root", snapshot_every=1, linger=LINGER, linger_id="x") as checkpointer:
+    with ckpt.Checkpointer(
+        tmp_path / "root", snapshots=ckpt.Snapshots(every=1, linger=LINGER, linger_id="x")
+    ) as checkpointer:
         state = fresh()
         assert checkpointer.restore(state) is None
         for step in (1, 2):
@@ -194,11 +198,11 @@ def _interrupted(rank: int, world_size: int, root: Path, place: str, end: str = 
         return result
 
     setattr(owner, name, fails_once)
-    with ckpt.Checkpointer(root, snapshot_every=1, linger=LINGER, linger_id="a job") as checkpointer:
+    with ckpt.Checkpointer(root, snapshots=ckpt.Snapshots(every=1, linger=LINGER, linger_id="a job")) as checkpointer:
         state = fresh()
         with pytest.raises(_Fault):
             checkpointer.restore(state)
-        checkpointer.recover_from_fault(timedelta(seconds=10), rank)
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=10), rank)
         checkpointer.restore(state)
         os.write(1, f"began {began(checkpointer, state, rank)!r}\n".encode())
 
@@ -219,7 +223,7 @@ def test_an_exception_keeps_the_memory(tmp_path: Path, runtime: Path, stack: con
 
 
 def _kill_holder_of_rank_1(checkpointer: ckpt.Checkpointer, rank: int) -> None:
-    lingering = checkpointer._saver._lingering
+    lingering = checkpointer._parts.saver._lingering
     if rank == 1 and lingering is not None and lingering.pid is not None:
         os.kill(lingering.pid, signal.SIGKILL)
 
@@ -232,8 +236,8 @@ def test_one_of_two_holders_is_gone(tmp_path: Path, runtime: Path, stack: contex
 
 
 def _damage_newest_of_rank_1(checkpointer: ckpt.Checkpointer, rank: int) -> None:
-    steps = checkpointer._saver.snapshots.steps
-    for region in checkpointer._saver.memory.kept:
+    steps = checkpointer._parts.saver.snapshots.steps
+    for region in checkpointer._parts.saver.memory.kept:
         if rank == 1 and (Share(region).save_name or "").startswith(f"step_{steps[-1]:08d}"):
             region.buffer[1000] ^= 1
 
@@ -308,7 +312,10 @@ def test_the_root_was_claimed_by_the_job_itself(tmp_path: Path, runtime: Path, s
 def test_a_rank_that_is_replaced(tmp_path: Path, runtime: Path) -> None:
     """In a restart in the process: the one in its place takes its memory over, so that nothing is left in the end."""
     at = Faults(("kill", 0, 2, 5), ("raise", 1, 1, 7))
-    call = Call(functools.partial(restarted, linger=LINGER, linger_id="a job"), (tmp_path / "root", at, 4))
+    call = Call(
+        functools.partial(restarted, snapshots=ckpt.Snapshots(1, linger=LINGER, linger_id="a job")),
+        (tmp_path / "root", at, 4),
+    )
     env = {"TMPDIR": str(runtime)}
     codes = {2: -signal.SIGKILL}
     results = run_ranks(call, 5, init_process_group=False, env=env, returncodes=codes)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ckpt import Checkpointer
+from ckpt import Checkpointer, Staging
 
 
-@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}], ids=str)
-def test_more_than_is_read_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_more_than_is_read_at_once(tmp_path: Path, compression: str | None) -> None:
     """Some rows of a tensor at a time, a row larger than the buffer, and many small tensors together."""
     generator = torch.Generator().manual_seed(4)
     shapes: dict[str, tuple[int, ...]] = {"rows": (701, 7001), "row": (1, 4_300_007), "run": (4_300_007,)}
     shapes |= {"number": (), "empty": (0, 3)} | {f"small {n}": (n + 1, 3) for n in range(50)}
     state = {name: torch.randint(9, shape, generator=generator).to(torch.complex64) for name, shape in shapes.items()}
     state |= {"plain": torch.randn(100, 3)}
-    with Checkpointer(tmp_path, **options) as checkpointer:
+    with Checkpointer(tmp_path, staging=Staging(compression=compression)) as checkpointer:
         checkpointer.save(state, 1)
     target = {name: torch.zeros(shape, dtype=torch.complex64).conj() for name, shape in shapes.items()}
     target |= {"plain": torch.zeros(100, 3)}
-    with Checkpointer(tmp_path, **options) as checkpointer:
+    with Checkpointer(tmp_path, staging=Staging(compression=compression)) as checkpointer:
         assert checkpointer.restore(target) == 1
         report = checkpointer.last_restore
     assert report is not None

@@ -75,7 +75,7 @@ def _state(step: int) -> dict[str, Any]:
 
 
 def test_a_process_without_torch_reads_tensors_by_name(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, inner_bytes=1024, file_bytes=4096) as checkpointer:
+    with Checkpointer(tmp_path, staging=ckpt.Staging(inner_bytes=1024, file_bytes=4096)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(_state(step), step)
     command = [sys.executable, "-W", "error", "-c", _WITHOUT_TORCH, str(tmp_path)]
@@ -84,7 +84,7 @@ def test_a_process_without_torch_reads_tensors_by_name(tmp_path: Path) -> None:
 
 
 def _save_layouts(rank: int, world_size: int, root: Path) -> None:
-    with Checkpointer(root, file_bytes=2048, inner_bytes=512) as checkpointer:
+    with Checkpointer(root, staging=ckpt.Staging(file_bytes=2048, inner_bytes=512)) as checkpointer:
         checkpointer.save(layouts.build(world_size), 1)
 
 

@@ -154,7 +154,7 @@ def test_lazy_tensors_are_read_when_they_are_used_and_keep_the_step(root: Path) 
     with pytest.raises(ValueError, match="a lazy tensor is read as it was saved"):
         ckpt.load(root, 1, lazy=True, dtype=torch.float16)
     del lazy
-    with Checkpointer(root, keep_last=1) as checkpointer:
+    with Checkpointer(root, keep=1) as checkpointer:
         with pytest.raises(ckpt.StorageError, match="being read"):
             checkpointer.delete(1)
         del half
@@ -187,3 +187,19 @@ def test_what_several_ranks_saved_is_loaded_whole(tmp_path: Path) -> None:
         for key in name.split("/"):
             node = node[key] if key in node else node[int(key)]
         assert torch.equal(node, opened[name].torch()), name
+
+
+def test_topmost_keys_are_left_out_and_not_read(root: Path) -> None:
+    with ckpt.open(root, 1) as opened:
+        keys = {name.split("/")[0] for name in (*opened, *opened.values_by_name)}
+    loaded = ckpt.load(root, 1, exclude=["model", "numbers"])
+    assert not loaded.keys() & {"model", "numbers"}
+    assert {"optimizer", "list", "tied"} < loaded.keys() < keys | {"ordered", "namespace", "own"}
+    assert "half" not in ckpt.load(root, 1, exclude="half")
+    assert ckpt.load(root, 1, exclude="half")["tied"].equal(torch.arange(6, dtype=torch.bfloat16))
+    for file in (root / "step_00000002").rglob("rank_*"):
+        if file.is_file():
+            file.write_bytes(b"damaged")
+    assert ckpt.load(root, 2, exclude="model") == {}
+    with pytest.raises(CheckpointCorruptError):
+        ckpt.load(root, 2)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import AsyncCallsQueue, Checkpointer, PerRank
+from ckpt import AsyncCallsQueue, Checkpointer, PerRank, Staging
 from tests.support import layouts, run_ranks
 
 SAVED_ON = (1, 2, 4)
-_SIZES: dict[str, dict[str, Any]] = {
-    "small files": {"file_bytes": 2048, "inner_bytes": 512},
-    "one file": {},
-    "zstd": {"compression": "zstd"},
+_SIZES = {
+    "small files": Staging(file_bytes=2048, inner_bytes=512),
+    "one file": Staging(),
+    "zstd": Staging(compression="zstd"),
 }
 
 
@@ -30,7 +30,7 @@ def _per_rank(rank: int) -> dict[str, Any]:
 def _save(rank: int, world_size: int, roots: dict[str, Path]) -> None:
     state = layouts.build(world_size)
     for name, root in roots.items():
-        with Checkpointer(root, **_SIZES[name]) as checkpointer:
+        with Checkpointer(root, staging=_SIZES[name]) as checkpointer:
             checkpointer.save({"layouts": state, **_per_rank(rank)}, 3)
 
 

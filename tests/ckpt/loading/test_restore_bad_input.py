@@ -208,11 +208,11 @@ def _cut(path: Path) -> None:
 @pytest.fixture
 def two_steps(queue: AsyncCallsQueue, tmp_path: Path) -> Iterator[tuple[Checkpointer, Path]]:
     root = tmp_path / "root"
-    with Checkpointer(root, queue=queue, inner_bytes=256, file_bytes=512) as checkpointer:
+    with Checkpointer(root, queue=queue, staging=ckpt.Staging(inner_bytes=256, file_bytes=512)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(_state(float(step)), step)
     with Checkpointer(
-        root, queue=queue, inner_bytes=256, file_bytes=512
+        root, queue=queue, staging=ckpt.Staging(inner_bytes=256, file_bytes=512)
     ) as checkpointer:  # another queue, which has nothing in memory
         yield checkpointer, root / "step_00000002"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import AsyncCallsQueue, Checkpointer, PerRank, ranks
+from ckpt import AsyncCallsQueue, Checkpointer, PerRank, Staging, ranks
 from ckpt.saving import plan_cache
 from ckpt.storage import step_source
 from ckpt.validation import validate
@@ -39,7 +39,7 @@ def _read_of_files(paths: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 
 def test_a_restore_reads_each_needed_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"t{n}": torch.randn(100, 50) for n in range(5)} | {f"s{n}": torch.randn(7) for n in range(50)}
-    with Checkpointer(tmp_path, inner_bytes=4096, file_bytes=1 << 20) as checkpointer:
+    with Checkpointer(tmp_path, staging=Staging(inner_bytes=4096, file_bytes=1 << 20)) as checkpointer:
         checkpointer.save(state, 1)
     with Checkpointer(tmp_path) as checkpointer:  # another queue, which has nothing in memory
         parts = _read_of_files("/packs/000/rank_00000_000", monkeypatch)
@@ -256,7 +256,7 @@ def _agreements(rank: int, world_size: int, root: Path) -> dict[str, int]:
         for name, state in (("tensors", plain), ("objects", objects)):
             with Checkpointer(root / name, on_divergence="ignore") as checkpointer:
                 checkpointer.save(state, 5)
-            with Checkpointer(root / name, snapshot_every=5, on_divergence="ignore") as checkpointer:
+            with Checkpointer(root / name, snapshots=5, on_divergence="ignore") as checkpointer:
                 count(f"{name} from storage", checkpointer, state)
                 state["step"] = 4
                 count(f"{name} and a value", checkpointer, state)
@@ -294,7 +294,7 @@ def _plans_made(rank: int, world_size: int, root: Path) -> list[tuple[int, bool]
 
     state: dict[str, Any] = {f"of {rank}": torch.arange(1000.0) + rank, "shared": torch.ones(5), "step": 1}
     found = []
-    checkpointer = Checkpointer(root, snapshot_every=1, on_divergence="ignore")
+    checkpointer = Checkpointer(root, snapshots=1, on_divergence="ignore")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_cache, "make_save_plan", counted)
 
@@ -315,15 +315,15 @@ def _plans_made(rank: int, world_size: int, root: Path) -> list[tuple[int, bool]
             found.append((made, good))
 
         save(1)
-        checkpointer.recover_from_fault(timedelta(seconds=10))
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=10))
         after_fault(2)
         if rank == 1:  # is replaced
             checkpointer.close()
-            checkpointer = Checkpointer(root, snapshot_every=1, on_divergence="ignore")
+            checkpointer = Checkpointer(root, snapshots=1, on_divergence="ignore")
         else:
-            checkpointer.recover_from_fault(timedelta(seconds=10))
+            checkpointer.bridge.recover_from_fault(timedelta(seconds=10))
         after_fault(3)
-        checkpointer.recover_from_fault(timedelta(seconds=10))
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=10))
         if rank == 1:
             state["more"] = torch.ones(7)
         save(4)

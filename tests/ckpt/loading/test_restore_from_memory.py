@@ -41,9 +41,9 @@ def _is(state: dict[str, Any], value: float) -> bool:
     return same and state["small"].equal(expected["small"]) and state["numbers"]["value"] == value
 
 
-def _saved(root: Path, **options: Any) -> tuple[ckpt.Checkpointer, dict[str, Any]]:
+def _saved(root: Path, **staging: Any) -> tuple[ckpt.Checkpointer, dict[str, Any]]:
     """Value 1.0 is saved as step 1, and registered; training has gone on to 2.0."""
-    checkpointer = ckpt.Checkpointer(root, **options)
+    checkpointer = ckpt.Checkpointer(root, staging=ckpt.Staging(**staging))
     state = _state(1.0)
     checkpointer.register(**state)
     checkpointer.save(state, 1)
@@ -63,7 +63,7 @@ def test_own_slot_and_no_read_of_array_data(tmp_path: Path, leak_check: LeakChec
         _fill(state, 2.0)
         for chunk in tmp_path.glob("step_*/packs/*/*"):
             chunk.unlink()
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         report = _report(checkpointer)
         assert (report.own_memory_bytes, report.neighbour_memory_bytes, report.storage_bytes) == (_BYTES, 0, 0)
         assert _is(state, 1.0)
@@ -90,7 +90,7 @@ def test_a_byte_that_has_changed_in_memory(
     checkpointer, state = _saved(tmp_path)
     for slot in slots:
         slot.buffer[1000] ^= 1
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     assert _report(checkpointer).own_memory_bytes == 0
     assert _report(checkpointer).storage_bytes >= _BYTES
     assert _is(state, 1.0)
@@ -101,7 +101,7 @@ def test_a_byte_that_has_changed_in_memory(
 def test_a_slot_that_a_newer_save_was_staged_over(tmp_path: Path, leak_check: LeakCheck) -> None:
     checkpointer, state = _saved(tmp_path, slots=1)
     checkpointer.save_request(state, 2)  # and never scheduled
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     assert _report(checkpointer).own_memory_bytes == 0
     assert _is(state, 1.0)
     checkpointer.close()
@@ -119,7 +119,7 @@ def test_a_slot_that_is_staged_over_while_it_is_read(
         return unstage(copies, tensors, slot)
 
     monkeypatch.setattr(staged_memory, "unstage", overtaken)
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     assert _report(checkpointer).own_memory_bytes == 0
     assert _report(checkpointer).storage_bytes >= _BYTES
     assert _is(state, 1.0)
@@ -133,7 +133,7 @@ def test_what_is_not_kept_as_it_is_stored(
     """Compressed arrays, and states that are staged in several pieces, come from storage, without a complaint."""
     checkpointer, state = _saved(tmp_path, **options)
     caplog.clear()
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     assert _report(checkpointer).own_memory_bytes == 0
     assert _is(state, 1.0)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -147,7 +147,7 @@ def test_a_step_that_is_damaged_on_storage_is_not_passed_over(tmp_path: Path, le
     for chunk in tmp_path.glob("step_00000002/packs/*/*"):
         chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
     with pytest.raises(ckpt.errors.CheckpointError):
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
     assert checkpointer.resume_step is None
     checkpointer.close()
 
@@ -178,7 +178,7 @@ def _fewer(rank: int, world_size: int, root: Path) -> tuple[RestoreReport, bool,
     if rank == 0:
         checkpointer.close()  # its memory is gone, except for what rank 1 has of it
         return None
-    checkpointer.recover_from_fault(_DRAIN)
+    checkpointer.bridge.recover_from_fault(_DRAIN)
     first = _report(checkpointer)
     assert (state["own"].value["rank"], _is(state, 1.0)) == (1, True)
     assert first.storage_bytes == 0, first
@@ -215,7 +215,7 @@ def _layouts(rank: int, world_size: int, root: Path) -> list[str]:
         checkpointer.save({"everything": state}, 1)
         layouts.clear(state)
         dist.barrier()
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         report = _report(checkpointer)
         wrong = layouts.differences(state, layouts.build(world_size))
         dist.barrier()
@@ -242,7 +242,7 @@ def _different_names(rank: int, world_size: int, root: Path) -> tuple[int | None
         checkpointer.save(state, 1)
         state[f"stage{rank}"].zero_()
         dist.barrier()
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         dist.barrier()
         answer = checkpointer.resume_step, float(state[f"stage{rank}"][7]), _report(checkpointer).storage_bytes
     dist.destroy_process_group()
@@ -263,7 +263,7 @@ def _alone(rank: int, world_size: int, root: Path) -> bool:
     with ckpt.Checkpointer(root) as checkpointer:
         checkpointer.register(**state)
         checkpointer.save(state, 1)
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         assert checkpointer.restore(state) == 1
         if rank == world_size - 1:
             store.wait([f"staged {other}" for other in range(rank)], timedelta(seconds=30))
@@ -286,7 +286,7 @@ def test_the_newest_step_stays_in_memory_when_later_saves_are_given_up(tmp_path:
         for step in (2, 3, 4):
             state["w"] += 1
             checkpointer.save_request(state, step)  # staged, and interrupted before it was scheduled
-            checkpointer.recover_from_fault(None)
+            checkpointer.bridge.recover_from_fault(None)
             assert checkpointer.resume_step == 1
             report = checkpointer.last_restore
             assert report is not None

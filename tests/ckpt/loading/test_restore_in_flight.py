@@ -131,7 +131,7 @@ def test_after_a_fault_a_failure_that_was_logged_is_not_raised(tmp_path: Path) -
         checkpointer.save(_state(1), 1)
         checkpointer.async_save(_state(2), 1)
         assert checkpointer.restore(_state(0)) == 1
-        checkpointer.recover_from_fault(timedelta(seconds=30))
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=30))
         assert checkpointer.maybe_finalize() == []
 
 
@@ -297,3 +297,17 @@ def test_another_program_waits_for_the_step_that_it_names(tmp_path: Path, end: s
             with pytest.raises(CheckpointError, match="step 2"):
                 checkpointer.maybe_finalize(blocking=True)
     checkpointer.close()
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_a_program_waits_until_a_step_is_written(tmp_path: Path, step: int | None) -> None:
+    gate = Gate.create(tmp_path)
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        _held_save(checkpointer, gate, 2)
+        ckpt.wait_until_written(tmp_path / "root", step, timeout=0.2)
+        assert checkpointer.all_steps() == []
+        ckpt.wait_until_written(tmp_path / "other", step)  # nothing is written there
+        gate.open()
+        ckpt.wait_until_written(tmp_path / "root", step, timeout=60)
+        assert checkpointer.all_steps() == [2]
+        assert checkpointer.maybe_finalize() == [2]

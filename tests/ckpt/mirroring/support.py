@@ -75,8 +75,9 @@ class Job:
 def job(root: Path | str, mirror: ckpt.Mirror, **options: Any) -> Iterator[Job]:
     """Run a job. The events are those of this process, so jobs that overlap see those of both."""
     seen: list[Event] = []
+    staging = ckpt.Staging(file_bytes=300_000, compression=options.pop("compression", None))
     with ckpt.observe(seen.append) as observation:
-        with ckpt.Checkpointer(root, file_bytes=300_000, mirror=mirror, **options) as checkpointer:
+        with ckpt.Checkpointer(root, staging=staging, mirror=mirror, **options) as checkpointer:
             yield Job(checkpointer, seen)
         observation.close()
 

@@ -428,13 +428,13 @@ def test_restore_after_a_fault(roots: tuple[Path, Path]) -> None:
     with job(first, mirror_of(second)) as run:
         run.checkpointer.register(w=state["w"], v=state["v"])
         assert run.restore()[0] == 6
-        run.checkpointer.recover_from_fault(None, 0)
+        run.checkpointer.bridge.recover_from_fault(None, 0)
         assert torch.equal(state["w"], state_of(6)["w"])
         report = run.checkpointer.last_restore
         assert report is not None
         assert report.root == str(second)
         run.save(7)
-        run.checkpointer.recover_from_fault(None, 0)
+        run.checkpointer.bridge.recover_from_fault(None, 0)
         assert torch.equal(state["w"], state_of(7)["w"])
 
 
@@ -446,7 +446,7 @@ def _job_of_ranks(rank: int, world_size: int, first: str, second: str, saves: bo
     full = torch.arange(64.0 * 3000).reshape(-1, 64)
     state: dict[str, Any] = {"w": distribute_tensor(full * (1.0 if saves else 0.0), mesh, [Shard(0)])}
     state["own"] = ckpt.PerRank(torch.full((3,), float(rank)))
-    with ckpt.Checkpointer(first, file_bytes=100_000, mirror=ckpt.Mirror(second)) as checkpointer:
+    with ckpt.Checkpointer(first, staging=ckpt.Staging(file_bytes=100_000), mirror=ckpt.Mirror(second)) as checkpointer:
         if saves:
             checkpointer.save(state, 8)
             return None

@@ -108,7 +108,11 @@ def _job(rank: int, world_size: int, cluster: Cluster, orders: list[Any], option
     with (
         ckpt.observe(lambda event: copied.append(event.step) if isinstance(event, MirrorDone) else None),
         ckpt.Checkpointer(
-            cluster.root, node_local=cluster.disk(rank), mirror=mirror, file_bytes=100_000, **options
+            cluster.root,
+            node_local=cluster.disk(rank),
+            mirror=mirror,
+            staging=ckpt.Staging(file_bytes=100_000, compression=options.pop("compression", None)),
+            **options,
         ) as checkpointer,
     ):
         for order in orders:
@@ -387,7 +391,7 @@ def test_a_directory_of_another_root(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["changed", "short", "unreadable"])
 def test_damage_on_a_node(cluster: Cluster, how: str, caplog: pytest.LogCaptureFixture) -> None:
     state = {"w": torch.arange(100_000.0), "v": torch.ones(50_000)}
-    options: dict[str, Any] = {"node_local": cluster.disk(0), "file_bytes": 100_000}
+    options: dict[str, Any] = {"node_local": cluster.disk(0), "staging": ckpt.Staging(file_bytes=100_000)}
     with ckpt.Checkpointer(cluster.root, mirror=ckpt.Mirror(cluster.mirror), **options) as checkpointer:
         checkpointer.save(state, 1)
     (save,) = cluster.saves(0)
@@ -466,7 +470,7 @@ def test_arguments(cluster: Cluster) -> None:
     with pytest.raises(ValueError, match="export"):
         ckpt.Checkpointer(cluster.root, node_local=disk, mirror=mirror, export=export)
     with pytest.raises(ValueError, match="node_local"):
-        ckpt.Checkpointer(cluster.root, node_local=disk, mirror=mirror, keep_last=1, reuse_files=True)
+        ckpt.Checkpointer(cluster.root, node_local=disk, mirror=mirror, keep=1, staging=ckpt.Staging(reuse_files=True))
     with pytest.raises(StorageError, match="local path"):
         ckpt.Checkpointer(cluster.root, node_local="s3://bucket/x", mirror=mirror)
 
@@ -503,7 +507,9 @@ def test_kill_of_the_process_that_copies(cluster: Cluster, victim: int) -> None:
 def _kills_the_process(rank: int, world_size: int, cluster: Cluster, victim: int) -> None:
     mirror = ckpt.Mirror(cluster.mirror, bandwidth=3e5, close_timeout=timedelta(seconds=60))  # for two seconds
     disk = cluster.disk(rank)
-    with ckpt.Checkpointer(cluster.root, node_local=disk, mirror=mirror, file_bytes=100_000) as checkpointer:
+    with ckpt.Checkpointer(
+        cluster.root, node_local=disk, mirror=mirror, staging=ckpt.Staging(file_bytes=100_000)
+    ) as checkpointer:
         checkpointer.save(_state(rank, world_size, 1), 1)
         _wait(lambda: cluster.has_copied(f"packs/000/rank_{victim:05d}_000"))
         if rank == victim:
@@ -514,7 +520,7 @@ def _kills_the_process(rank: int, world_size: int, cluster: Cluster, victim: int
 def test_after_a_fault(cluster: Cluster) -> None:
     """A rank restores alone, also when its staging memory is lost and its disk was emptied."""
     model = {"w": torch.arange(100_000.0)}
-    options: dict[str, Any] = {"node_local": cluster.disk(0), "file_bytes": 100_000}
+    options: dict[str, Any] = {"node_local": cluster.disk(0), "staging": ckpt.Staging(file_bytes=100_000)}
     with ckpt.Checkpointer(cluster.root, mirror=ckpt.Mirror(cluster.mirror), **options) as checkpointer:
         checkpointer.save({"m": model}, 1)
     for lost in (False, True):
@@ -523,7 +529,7 @@ def test_after_a_fault(cluster: Cluster) -> None:
         with ckpt.Checkpointer(cluster.root, mirror=ckpt.Mirror(cluster.mirror), **options) as checkpointer:
             model["w"].zero_()
             checkpointer.register(m=model)
-            checkpointer.recover_from_fault(None, 0)
+            checkpointer.bridge.recover_from_fault(None, 0)
             report = checkpointer.last_restore
             assert report is not None
             assert (report.step, report.mirror_files > 0) == (1, lost)

@@ -432,9 +432,8 @@ def test_saves_in_this_process(root: Root) -> None:
         return {"w": torch.arange(30_000.0) * value, "small": torch.tensor([value]), "value": value}
 
     options = dict(root.options.given) if root.options else None
-    with ckpt.Checkpointer(
-        root.path, keep_last=2, threads=2, file_bytes=50_000, storage_options=options
-    ) as checkpointer:
+    staging = ckpt.Staging(threads=2, file_bytes=50_000)
+    with ckpt.Checkpointer(root.path, keep=2, staging=staging, storage_options=options) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save_request(state(float(step)), step).execute_sync()
         assert checkpointer.all_steps() == [2, 3]

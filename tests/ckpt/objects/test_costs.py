@@ -29,7 +29,9 @@ def _save_five(rank: int, world_size: int, bucket_url: str) -> list[str]:
     """Save five times, each when the step before is deleted; the client names its rank. Return the steps left."""
     options = {"user_agent": f"rank-{rank}"}
     watched = open_root(bucket_url)
-    with ckpt.Checkpointer(bucket_url, file_bytes=_PACK, keep_last=1, storage_options=options) as checkpointer:
+    with ckpt.Checkpointer(
+        bucket_url, staging=ckpt.Staging(file_bytes=_PACK), keep=1, storage_options=options
+    ) as checkpointer:
         state = _sharded(world_size)
         for step in range(1, 6):
             checkpointer.save(state, step)
@@ -111,7 +113,7 @@ def _ranges(requests: list[Request]) -> list[tuple[str, int, int]]:
 
 def test_a_read_fetches_what_it_needs(bucket: Bucket) -> None:
     state = {"large": torch.randn(4000, 1000), "small": {f"s{n}": torch.randn(50) for n in range(40)}}
-    with ckpt.Checkpointer(bucket.url, file_bytes=8_000_000, inner_bytes=1 << 18) as checkpointer:
+    with ckpt.Checkpointer(bucket.url, staging=ckpt.Staging(file_bytes=8_000_000, inner_bytes=1 << 18)) as checkpointer:
         checkpointer.save(state, 1)
     with ckpt.open(bucket.url) as checkpoint:
         before = len(bucket.proxy.requests)

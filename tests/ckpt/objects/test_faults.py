@@ -38,7 +38,9 @@ def test_faults_of_a_moment_are_not_noticed(any_bucket: Bucket, fault: Any) -> N
         failed.add(what)
         return fault
 
-    with ckpt.Checkpointer(any_bucket.url, file_bytes=100_000, timeout=timedelta(seconds=40)) as checkpointer:
+    with ckpt.Checkpointer(
+        any_bucket.url, staging=ckpt.Staging(file_bytes=100_000), timeout=timedelta(seconds=40)
+    ) as checkpointer:
         checkpointer.save(_state(1), 1)
         any_bucket.proxy.rule = rule
         checkpointer.save(_state(2), 2)
@@ -101,7 +103,7 @@ def test_training_does_not_wait_for_the_store(bucket: Bucket) -> None:
 
 
 def _save_until_killed(rank: int, world_size: int, url: str) -> None:
-    with ckpt.Checkpointer(url, timeout=timedelta(seconds=6), slots=2) as checkpointer:
+    with ckpt.Checkpointer(url, timeout=timedelta(seconds=6), staging=ckpt.Staging(slots=2)) as checkpointer:
         checkpointer.save(_state(1), 1)
         checkpointer.async_save(_state(2), 2)
         checkpointer.async_save(_state(3), 3)

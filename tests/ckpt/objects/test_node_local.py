@@ -33,7 +33,7 @@ def _job(rank: int, world_size: int, urls: tuple[str, str], disks: Path, saves: 
     with (
         ckpt.observe(lambda event: copied.append(event.step) if isinstance(event, MirrorDone) else None),
         ckpt.Checkpointer(
-            root, node_local=disk, mirror=mirror, file_bytes=100_000, keep=ckpt.Latest(2)
+            root, node_local=disk, mirror=mirror, staging=ckpt.Staging(file_bytes=100_000), keep=ckpt.Latest(2)
         ) as checkpointer,
     ):
         state = {"own": ckpt.PerRank(torch.zeros(100_000)), "step": 0}

@@ -41,7 +41,7 @@ def _state(step: int, world_size: int = 1) -> dict[str, Any]:
 
 
 def _save(rank: int, world_size: int, url: str) -> None:
-    with ckpt.Checkpointer(url, file_bytes=20_000, keep_last=2) as checkpointer:
+    with ckpt.Checkpointer(url, staging=ckpt.Staging(file_bytes=20_000), keep=2) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(_state(step, world_size), step)
 

@@ -34,7 +34,9 @@ def _assert_equal(state: dict[str, Any], step: int) -> None:
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_one_rank(bucket: Bucket, compression: str | None) -> None:
-    with ckpt.Checkpointer(bucket.url, file_bytes=200_000, compression=compression) as checkpointer:
+    with ckpt.Checkpointer(
+        bucket.url, staging=ckpt.Staging(file_bytes=200_000, compression=compression)
+    ) as checkpointer:
         assert checkpointer.root == bucket.url
         assert checkpointer.restore(_state(0)) is None
         checkpointer.save(_state(1), 1, metrics={"loss": 0.5})
@@ -69,7 +71,7 @@ def _sharded(rank: int, world_size: int, url: str, step: int | None) -> dict[str
     scale = 1.0 if step is not None else 0.0
     state: dict[str, Any] = {name: distribute_tensor(t * scale, mesh, [Shard(0)]) for name, t in full.items()}
     state["own"] = ckpt.PerRank(torch.full((3,), float(rank)))
-    with ckpt.Checkpointer(url, file_bytes=100_000) as checkpointer:
+    with ckpt.Checkpointer(url, staging=ckpt.Staging(file_bytes=100_000)) as checkpointer:
         if step is not None:
             checkpointer.save(state, step)
             return {"steps": checkpointer.all_steps()}
@@ -236,7 +238,7 @@ def test_after_a_fault_what_is_staged_is_published(bucket: Bucket) -> None:
         state["small"].fill_(2)
         checkpointer.async_save(state, 2)
         state["small"].fill_(3)
-        checkpointer.recover_from_fault(timedelta(seconds=20))
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=20))
         assert checkpointer.all_steps() == [1, 2]
         assert (checkpointer.resume_step, state["small"].tolist()) == (2, [2, 2])
 

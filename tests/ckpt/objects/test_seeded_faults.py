@@ -46,7 +46,9 @@ def _state(step: int, world_size: int, rank: int) -> dict[str, Any]:
 
 
 def _train(rank: int, world_size: int, url: str) -> None:
-    with ckpt.Checkpointer(url, file_bytes=20_000, keep_last=2, timeout=timedelta(seconds=20)) as checkpointer:
+    with ckpt.Checkpointer(
+        url, staging=ckpt.Staging(file_bytes=20_000), keep=2, timeout=timedelta(seconds=20)
+    ) as checkpointer:
         for step in range(1, _STEPS + 1):
             try:
                 checkpointer.save(_state(step, world_size, rank), step)
@@ -111,7 +113,7 @@ def test_what_is_published_stays_whole_and_nothing_else_is_seen(seed: int, bucke
     chaos.end()
     root = open_root(bucket.url)
     state = _state(0, 1, 0)
-    with ckpt.Checkpointer(bucket.url, keep_last=2, timeout=timedelta(seconds=20)) as checkpointer:
+    with ckpt.Checkpointer(bucket.url, keep=2, timeout=timedelta(seconds=20)) as checkpointer:
         newest = checkpointer.restore(state)
         assert (newest or 0) >= max(told, default=0), output
         if newest is not None:

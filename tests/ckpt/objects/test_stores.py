@@ -229,7 +229,7 @@ def test_a_job_on_an_ssh_server(sftp_server: SftpServer, tmp_path: Path) -> None
     """Writers are other processes: they get the options with the task."""
     url = sftp_server.url(tmp_path / "root")
     state = {"w": torch.arange(300_000.0), "n": 0}
-    with ckpt.Checkpointer(url, keep_last=2, storage_options=sftp_server.options) as checkpointer:
+    with ckpt.Checkpointer(url, keep=2, storage_options=sftp_server.options) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(state | {"n": step}, step)
         assert checkpointer.all_steps() == [2, 3]

@@ -117,7 +117,7 @@ def test_what_a_late_writer_has_put_is_deleted(any_bucket: Bucket) -> None:
 
 def test_a_record_that_comes_after_the_step_was_removed_and_forgotten(any_bucket: Bucket) -> None:
     """The earlier owner was stopped for more than an hour, with the request that publishes already on its way."""
-    with ckpt.Checkpointer(any_bucket.url, keep_last=1) as later:
+    with ckpt.Checkpointer(any_bucket.url, keep=1) as later:
         earlier = as_another_program(ckpt.Checkpointer(any_bucket.url))
         held = _Held(any_bucket, "/records/")
         earlier.async_save(_state(2), 2)
@@ -170,8 +170,8 @@ class _Stopped:
 @pytest.mark.parametrize("how", ["retention", "delete"])
 def test_the_step_that_a_later_owner_continues_is_not_removed(bucket: Bucket, how: str, number: int) -> None:
     """The earlier one has looked at the token, and its request to remove step 10 is late."""
-    keep_last = 1 if how == "retention" else None
-    earlier = as_another_program(ckpt.Checkpointer(bucket.url, keep_last=keep_last, storage_options=_EARLIER))
+    keep = 1 if how == "retention" else None
+    earlier = as_another_program(ckpt.Checkpointer(bucket.url, keep=keep, storage_options=_EARLIER))
     with ckpt.Checkpointer(bucket.url) as later, ThreadPoolExecutor(1) as pool:
         earlier.save(_state(5), 5)
         earlier.save(_state(10), 10)

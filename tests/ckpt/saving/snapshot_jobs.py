@@ -81,6 +81,7 @@ def restarted(
     steps: int = 8,
     registered: bool = False,
     wait_for: Callable[[], None] | None = None,
+    snapshots: ckpt.Snapshots | int = 1,
     **options: Any,
 ) -> list[tuple[int, int, int | None, str, bool]]:
     """Train with a snapshot of every step, in the wrapper; return what each iteration began with.
@@ -90,7 +91,7 @@ def restarted(
     an iteration of fewer ranks trains nothing, but waits for that and begins again.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the parent that forked it
-    checkpointer = ckpt.Checkpointer(root, snapshot_every=1, timeout=timedelta(seconds=20), **options)
+    checkpointer = ckpt.Checkpointer(root, snapshots=snapshots, timeout=timedelta(seconds=20), **options)
     begun: list[tuple[int, int, int | None, str, bool]] = []
     kept = fresh()
     if registered:
@@ -136,7 +137,7 @@ def restarted(
 def resized(initial_rank: int, world_size: int, root: Path, at: At) -> list[tuple[int, int, int | None, str, bool]]:
     """As `restarted`, of a state that does not depend on the number of ranks."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    checkpointer = ckpt.Checkpointer(root, snapshot_every=1, timeout=timedelta(seconds=20))
+    checkpointer = ckpt.Checkpointer(root, snapshots=1, timeout=timedelta(seconds=20))
     begun: list[tuple[int, int, int | None, str, bool]] = []
 
     @inprocess.Wrapper(

@@ -188,7 +188,7 @@ def hung_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
 
 def test_close_beside_storage_that_does_not_answer(hung_disk: tuple[Path, Callable[[], None]]) -> None:
     path, hang = hung_disk
-    checkpointer = ckpt.Checkpointer(path / "root", timeout=timedelta(seconds=_TIMEOUT_S), keep_last=1)
+    checkpointer = ckpt.Checkpointer(path / "root", timeout=timedelta(seconds=_TIMEOUT_S), keep=1)
     for step in range(1, 4):
         checkpointer.save(_state(1000), step)
     hang()

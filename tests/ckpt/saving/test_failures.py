@@ -465,7 +465,7 @@ where, folder = sys.argv[1], Path(sys.argv[2])
 state = {"w": torch.ones(1 << 20)}
 gate = Gate(folder / "gate.entered", folder / "gate.leave")
 try:
-    with ckpt.Checkpointer(folder / "root", slots=1) as checkpointer:
+    with ckpt.Checkpointer(folder / "root", staging=ckpt.Staging(slots=1)) as checkpointer:
         checkpointer.restore(state)
         checkpointer.save(state, 1)
         checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
@@ -508,7 +508,7 @@ def test_ctrl_c_leaves_nothing_and_loses_nothing(tmp_path: Path, where: str) -> 
 def test_two_hundred_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) -> None:
     state = {"layers": [_state(i, 1000) for i in range(4)], "w": torch.ones(50_000)}
     own = psutil.Process()
-    with ckpt.Checkpointer(tmp_path, keep_last=2) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, keep=2) as checkpointer:
 
         def saves(first: int, count: int) -> tuple[int, dict[str, int]]:
             for step in range(first, first + count):
@@ -536,7 +536,7 @@ def test_two_hundred_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) 
 
 
 def test_retention_keeps_multiples_and_what_is_being_read(tmp_path: Path) -> None:
-    with ckpt.Checkpointer(tmp_path, keep_last=2, keep_every=4) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, keep=ckpt.Latest(2) | ckpt.Every(4)) as checkpointer:
         for step in range(1, 6):
             checkpointer.save(_state(step, 100), step)
         assert checkpointer.all_steps() == [4, 5]
@@ -611,10 +611,10 @@ def _pieces_state(value: int) -> dict[str, Any]:
     return {f"w{i}": torch.from_numpy(rng.standard_normal(50_000)) for i in range(12)} | {"value": value}
 
 
-_PIECES: dict[str, dict[str, Any]] = {
-    "large files": {"file_bytes": 500_000},
-    "small files": {"file_bytes": 100_000, "inner_bytes": 20_000},
-    "zstd": {"file_bytes": 300_000, "compression": "zstd"},
+_PIECES = {
+    "large files": ckpt.Staging(max_host_bytes=2 * _MB, file_bytes=500_000),
+    "small files": ckpt.Staging(max_host_bytes=2 * _MB, file_bytes=100_000, inner_bytes=20_000),
+    "zstd": ckpt.Staging(max_host_bytes=2 * _MB, file_bytes=300_000, compression="zstd"),
 }
 
 
@@ -623,16 +623,16 @@ def _in_pieces(rank: int, world_size: int, root: Path, pieces: str) -> list[Any]
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ckpt").addHandler(handler)
-    with ckpt.Checkpointer(root, max_host_bytes=2 * _MB, **_PIECES[pieces]) as checkpointer:
+    with ckpt.Checkpointer(root, staging=_PIECES[pieces]) as checkpointer:
         for step in range(1, 4):
             checkpointer.async_save(_pieces_state(step), step)
             checkpointer.maybe_finalize()
         checkpointer.maybe_finalize(blocking=True)
         if rank == world_size - 1:
-            _limit_file_size(checkpointer._saver._batch_queue, 16 << 10)  # type: ignore[arg-type]
+            _limit_file_size(checkpointer._parts.saver._batch_queue, 16 << 10)  # type: ignore[arg-type]
         failed = _what_happens(checkpointer, _pieces_state(4), 4)
         if rank == world_size - 1:
-            _limit_file_size(checkpointer._saver._batch_queue, resource.RLIM_INFINITY)  # type: ignore[arg-type]
+            _limit_file_size(checkpointer._parts.saver._batch_queue, resource.RLIM_INFINITY)  # type: ignore[arg-type]
         after = _what_happens(checkpointer, _pieces_state(5), 5)
     return [sum("batches" in record for record in records), failed, after]
 
@@ -663,8 +663,8 @@ def test_a_batch_with_thousands_of_chunks_is_reported(tmp_path: Path, compressio
     """What a writer says of a batch does not fit one message; the last batch's part manifest lists all chunks."""
     state: dict[str, Any] = {f"t{n}": torch.tensor(float(n)) for n in range(9000)}
     state |= {f"w{n}": torch.arange(50_000.0) + n for n in range(6)}
-    options: dict[str, Any] = {"max_host_bytes": _MB, "file_bytes": 200_000, "compression": compression}
-    with ckpt.Checkpointer(tmp_path, **options) as checkpointer:
+    staging = ckpt.Staging(max_host_bytes=_MB, file_bytes=200_000, compression=compression)
+    with ckpt.Checkpointer(tmp_path, staging=staging) as checkpointer:
         for step in (1, 2):
             state["w3"] += 1
             checkpointer.save(state, step)

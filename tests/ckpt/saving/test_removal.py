@@ -179,7 +179,7 @@ def _state(step: int) -> dict[str, Any]:
 
 
 def _keep_one(rank: int, world_size: int, root: Path) -> None:
-    with ckpt.Checkpointer(root, keep_last=1) as checkpointer:
+    with ckpt.Checkpointer(root, keep=1) as checkpointer:
         for step in range(1, 6):
             checkpointer.save(_state(step), step)
             assert rank != 0 or checkpointer.all_steps() == [step]  # the others may know the outcome earlier
@@ -285,7 +285,7 @@ def test_files_that_cannot_be_deleted_do_not_keep_the_others(tmp_path: Path, how
 
 
 def test_a_recycled_directory_that_cannot_be_renamed_does_not_end_saves(tmp_path: Path) -> None:
-    with opened(tmp_path, keep_last=1, reuse_files=True) as checkpointer:
+    with opened(tmp_path, keep=1, reuse_files=True) as checkpointer:
         for step in (1, 2):
             save(checkpointer, step)
         (plan,) = os.listdir(tmp_path / ".retired")

@@ -24,7 +24,7 @@ def test_places_on_one_node_may_use_loopback() -> None:
     [
         (("10.0.0.1", "10.0.0.1"), ["a", "a"], "all ranks are in one place"),
         (("10.0.0.1", None), ["a", "b"], "rank 1, the buddy of rank 0, can receive none"),
-        (("10.0.0.1", "127.0.0.1"), ["a", "b"], "listens at 127.0.0.1: set replica_host"),
+        (("10.0.0.1", "127.0.0.1"), ["a", "b"], "listens at 127.0.0.1: set Snapshots"),
     ],
 )
 def test_why_there_are_none(hosts: tuple[str | None, ...], places: list[str], why: str) -> None:

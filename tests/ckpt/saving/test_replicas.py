@@ -252,7 +252,7 @@ def test_values_that_differ_are_those_of_the_lowest_rank_and_named_once(tmp_path
 def _in_pieces(rank: int, world_size: int, root: Path) -> Any:
     state = {str(number): torch.full((100_000,), float(number)) for number in range(8)}
     outcomes = []
-    with ckpt.Checkpointer(root, max_host_bytes=2 << 20, file_bytes=1 << 18) as checkpointer:
+    with ckpt.Checkpointer(root, staging=ckpt.Staging(max_host_bytes=2 << 20, file_bytes=1 << 18)) as checkpointer:
         for step in (1, 2):
             outcomes.append(_outcome_of_save(checkpointer, state, step))
             state["5"] += rank

@@ -1,4 +1,4 @@
-"""Replicas of snapshots of real ranks on one machine; each two of them have a `replica_place`, as if it were a node."""
+"""Replicas of snapshots of real ranks on one machine; each two have a `place`, as if it were a node."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ from tests.support import run_ranks
 def _made(root: Path, rank: int, **options: Any) -> ckpt.Checkpointer:
     place = f"place {rank // 2}"
     return ckpt.Checkpointer(
-        root, snapshot_every=1, replicas=1, replica_place=place, timeout=timedelta(seconds=30), **options
+        root, snapshots=ckpt.Snapshots(every=1, replicas=1, place=place), timeout=timedelta(seconds=30), **options
     )
 
 
@@ -109,7 +109,7 @@ def _killed(rank: int, world_size: int, root: Path) -> tuple[int | None, list[Ev
         _train(checkpointer, state, rank, 4, 10)  # nothing waits for replicas
         before = checkpointer.replicated_step
         dist.barrier()
-        checkpointer.recover_from_fault(timedelta(seconds=10), rank)
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=10), rank)
         step = checkpointer.restore(state)
         right = is_state_of(state, rank, 10)
         _train(checkpointer, state, rank, 11, 12)
@@ -140,7 +140,7 @@ def _stopped(rank: int, world_size: int, root: Path) -> tuple[int | None, bool]:
         dist.barrier()
         _train(checkpointer, state, rank, 4, 10)
         dist.barrier()
-        checkpointer.recover_from_fault(timedelta(seconds=10), rank)
+        checkpointer.bridge.recover_from_fault(timedelta(seconds=10), rank)
         step = checkpointer.restore(state)
         right = is_state_of(state, rank, 10)
         _train(checkpointer, state, rank, 11, 12)
@@ -174,7 +174,7 @@ def _one_is_incomplete(rank: int, world_size: int, root: Path) -> list[Event]:
         _train(checkpointer, state, rank, 1, 8)  # so that every slot was used
         _until_replicated(checkpointer, 8)
         dist.barrier()
-        slot_bytes = checkpointer._saver.memory.kept[0].size
+        slot_bytes = checkpointer._parts.saver.memory.kept[0].size
         with _no_room_behind(slot_bytes) if rank == 1 else contextlib.nullcontext():
             _train(checkpointer, state, rank, 9, 9)
         dist.barrier()
@@ -196,7 +196,7 @@ def test_a_share_that_is_never_complete(tmp_path: Path) -> None:
 
 
 def _one_place(rank: int, world_size: int, root: Path) -> int | None:
-    with ckpt.Checkpointer(root, snapshot_every=1, replicas=1) as checkpointer:
+    with ckpt.Checkpointer(root, snapshots=ckpt.Snapshots(every=1, replicas=1)) as checkpointer:
         state = fresh()
         _train(checkpointer, state, rank, 1, 5)
         dist.barrier()
@@ -210,7 +210,7 @@ def test_ranks_of_one_node_have_no_replicas_and_train(tmp_path: Path) -> None:
 
 
 def test_one_rank_alone(tmp_path: Path) -> None:
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1, replicas=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=ckpt.Snapshots(every=1, replicas=1)) as checkpointer:
         state = fresh()
         for step in (1, 2):
             train_step(state, 0, step)
@@ -223,19 +223,17 @@ def test_one_rank_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("replicas", [2, -1, "error"])
 def test_replicas_are_none_or_one(tmp_path: Path, replicas: Any) -> None:
     with pytest.raises(ValueError, match="replicas must be 0 or 1"):
-        ckpt.Checkpointer(tmp_path, replicas=replicas)
+        ckpt.Checkpointer(tmp_path, snapshots=ckpt.Snapshots(replicas=replicas))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replica_bandwidth": 10.0}, "bandwidth must be at least"),
-        ({"replica_bandwidth": float("nan")}, "bandwidth must be at least"),
-        ({"replica_host": "node7"}, "does not appear to be an IPv4 or IPv6 address"),
+        ({"bandwidth": 10.0}, "bandwidth must be at least"),
+        ({"bandwidth": float("nan")}, "bandwidth must be a positive number"),
+        ({"host": "node7"}, "does not appear to be an IPv4 or IPv6 address"),
     ],
 )
-def test_what_no_replica_process_can_use_is_refused_at_once(
-    tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_what_no_replica_process_can_use_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ckpt.Checkpointer(tmp_path, replicas=1, **options)
+        ckpt.Snapshots(replicas=1, **options)

@@ -26,8 +26,8 @@ def _state(value: float, count: int = 30_000) -> dict[str, Any]:
     return {"weights": weights, "small": torch.tensor([value, 2.0]), "value": value}
 
 
-def _open(root: Path, **options: Any) -> ckpt.Checkpointer:
-    return ckpt.Checkpointer(root, **{"keep_last": 1, "file_bytes": _FILE_BYTES, **options})
+def _open(root: Path, keep: int | None = 1, **staging: Any) -> ckpt.Checkpointer:
+    return ckpt.Checkpointer(root, keep=keep, staging=ckpt.Staging(file_bytes=_FILE_BYTES, **staging))
 
 
 def _assert_restored(checkpointer: ckpt.Checkpointer, step: int, count: int = 30_000) -> None:
@@ -90,7 +90,7 @@ def test_by_all_ranks(tmp_path: Path) -> None:
 
 
 def test_several_steps_at_once(tmp_path: Path) -> None:
-    with _open(tmp_path, keep_last=3) as checkpointer:
+    with _open(tmp_path, keep=3) as checkpointer:
         for step in range(1, 4):
             checkpointer.save(_state(float(step)), step)
     with _open(tmp_path) as checkpointer:
@@ -216,9 +216,9 @@ def test_what_an_earlier_run_left(tmp_path: Path) -> None:
     _assert_whole(tmp_path, 4)
 
 
-@pytest.mark.parametrize("options", [{"keep_last": None}, {"compression": "zstd"}], ids=str)
+@pytest.mark.parametrize("options", [{"keep": None}, {"compression": "zstd"}], ids=str)
 def test_options_that_do_not_go_together(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="it needs keep or keep_last, no compression"):
+    with pytest.raises(ValueError, match="it needs keep, no compression"):
         _open(tmp_path, reuse_files=True, **options)
 
 
@@ -248,7 +248,7 @@ def _die_in(root: str, plan: str, calls: int) -> None:
 def test_killed_while_it_retires_a_step(tmp_path: Path) -> None:
     """At each call that changes something: the step is whole or gone, and the next save is like any other."""
     before = tmp_path / "before"
-    with ckpt.Checkpointer(before, file_bytes=_FILE_BYTES) as checkpointer:
+    with ckpt.Checkpointer(before, staging=ckpt.Staging(file_bytes=_FILE_BYTES)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(_state(float(step)), step)
     plan = (intent_of_step(str(before / "step_00000001")) or {}).get("plan")

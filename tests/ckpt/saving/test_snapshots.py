@@ -39,11 +39,11 @@ def _trained(checkpointer: ckpt.Checkpointer, state: dict[str, Any], first: int,
 
 def test_a_snapshot_is_restored_without_storage(tmp_path: Path, leak_check: LeakCheck) -> None:
     root = tmp_path / "root"
-    with ckpt.Checkpointer(root, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(root, snapshots=1) as checkpointer:
         state = fresh()
         _trained(checkpointer, state, 1, 5)
         train_step(state, 0, 6)
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         assert checkpointer.restore(state) == 5
         assert is_state_of(state, 0, 5)
         report = checkpointer.last_restore
@@ -89,7 +89,7 @@ def test_checksums_that_are_made_in_a_thread(
         assert go.wait(20)
         return completed(*args)
 
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         _trained(checkpointer, state, 1, 1)
         assert checkpointer.restore(state) == 1
@@ -103,7 +103,7 @@ def test_checksums_that_are_made_in_a_thread(
 
 
 def test_slots_are_held_until_a_newer_snapshot_is_complete(tmp_path: Path, leak_check: LeakCheck) -> None:
-    with ckpt.Checkpointer(tmp_path / "root", snapshot_every=1, slots=2) as checkpointer:
+    with ckpt.Checkpointer(tmp_path / "root", snapshots=1, staging=ckpt.Staging(slots=2)) as checkpointer:
         state = fresh()
         _trained(checkpointer, state, 1, 7)
         assert checkpointer.restore(state) == 7
@@ -112,20 +112,23 @@ def test_slots_are_held_until_a_newer_snapshot_is_complete(tmp_path: Path, leak_
 
 def test_one_slot_is_too_few(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least two slots"):
-        ckpt.Checkpointer(tmp_path, snapshot_every=1, slots=1)
-    with ckpt.Checkpointer(tmp_path, slots=1) as checkpointer, pytest.raises(ValueError, match="at least two slots"):
+        ckpt.Checkpointer(tmp_path, snapshots=1, staging=ckpt.Staging(slots=1))
+    with (
+        ckpt.Checkpointer(tmp_path, staging=ckpt.Staging(slots=1)) as checkpointer,
+        pytest.raises(ValueError, match="at least two slots"),
+    ):
         checkpointer.snapshot(fresh(), 1)
 
 
-@pytest.mark.parametrize("options", [{"snapshot_every": 0}, {"save_every": -1}])
+@pytest.mark.parametrize("options", [{"snapshots": 0}, {"save_every": -1}])
 def test_every_must_be_positive(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="of at least 1"):
         ckpt.Checkpointer(tmp_path, **options)
 
 
 def test_step_does_what_is_due(tmp_path: Path, leak_check: LeakCheck) -> None:
     finalized = []
-    with ckpt.Checkpointer(tmp_path, snapshot_every=2, save_every=4) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=2, save_every=4) as checkpointer:
         state = fresh()
         for step in range(1, 8):
             train_step(state, 0, step)
@@ -138,13 +141,13 @@ def test_step_does_what_is_due(tmp_path: Path, leak_check: LeakCheck) -> None:
 
 def test_a_save_is_a_snapshot_even_if_it_is_abandoned(tmp_path: Path, leak_check: LeakCheck) -> None:
     root = tmp_path / "root"
-    with ckpt.Checkpointer(root, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(root, snapshots=1) as checkpointer:
         state = fresh()
         _trained(checkpointer, state, 1, 1)
         train_step(state, 0, 2)
         checkpointer.save_request(state, 2)  # and never scheduled
         train_step(state, 0, 3)
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         assert checkpointer.all_steps() == []
         assert checkpointer.restore(state) == 2
         assert is_state_of(state, 0, 2)
@@ -154,7 +157,7 @@ def test_a_save_is_a_snapshot_even_if_it_is_abandoned(tmp_path: Path, leak_check
 
 
 def test_after_a_restore_nothing_newer_is_left(tmp_path: Path, leak_check: LeakCheck) -> None:
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         train_step(state, 0, 1)
         checkpointer.save(state, 1)
@@ -165,7 +168,7 @@ def test_after_a_restore_nothing_newer_is_left(tmp_path: Path, leak_check: LeakC
 
 
 def test_a_step_in_memory_can_be_asked_for(tmp_path: Path, leak_check: LeakCheck) -> None:
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         _trained(checkpointer, state, 1, 2)
         assert checkpointer.recover() == [1, 2]
@@ -177,7 +180,7 @@ def test_a_step_in_memory_can_be_asked_for(tmp_path: Path, leak_check: LeakCheck
 def _two_of_one_step(root: Path, order: str) -> None:
     """Make a snapshot and a save of step 5, with other content, and restore the one that was made later."""
     first, second = order.split(", ")
-    with ckpt.Checkpointer(root, snapshot_every=1, slots=4) as checkpointer:
+    with ckpt.Checkpointer(root, snapshots=1, staging=ckpt.Staging(slots=4)) as checkpointer:
         state = fresh()
         if "claimed" in first:
             train_step(state, 0, 3)
@@ -192,7 +195,7 @@ def _two_of_one_step(root: Path, order: str) -> None:
         for how in ("restore", "fault"):
             train_step(state, 0, 6)
             if how == "fault":
-                checkpointer.recover_from_fault(_DRAIN)
+                checkpointer.bridge.recover_from_fault(_DRAIN)
             assert checkpointer.restore(state) == 5
             assert all(tensor.equal(expected[name]) for name, tensor in state["weights"].items()), order
 
@@ -210,7 +213,7 @@ def test_of_two_of_one_step_the_later_one_is_restored(tmp_path: Path, order: str
 def test_a_published_step_is_not_older_than_a_snapshot_because_its_slot_was_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
 ) -> None:
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         train_step(state, 0, 5)
         checkpointer.snapshot(state, 5)
@@ -218,7 +221,7 @@ def test_a_published_step_is_not_older_than_a_snapshot_because_its_slot_was_reus
         checkpointer.save(state, 5)
         expected = state["weights"]["w0"].clone()
         (published,) = (json.loads((tmp_path / "step_00000005/intent.json").read_bytes())["save"],)
-        for region in checkpointer._saver._stager.memory.regions:
+        for region in checkpointer._parts.saver._stager.memory.regions:
             if Share(region).save_name == published:
                 Share(region).clear()
         train_step(state, 0, 6)
@@ -245,14 +248,14 @@ def test_a_wrong_byte_is_found_and_an_older_tier_is_taken(
     caplog: pytest.LogCaptureFixture,
     leak_check: LeakCheck,
 ) -> None:
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         train_step(state, 0, 1)
         checkpointer.save(state, 1)
         _trained(checkpointer, state, 2, 3)
         _flip(slots, [f"step_{number:08d}" for number in (*damaged, 1)])  # of step 1, storage has another copy
         train_step(state, 0, 4)
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         assert checkpointer.restore(state) == step
         assert is_state_of(state, 0, step)
         report = checkpointer.last_restore
@@ -267,15 +270,15 @@ def test_a_damaged_snapshot_that_is_all_there_is(
     tmp_path: Path, slots: list[SharedMemory], caplog: pytest.LogCaptureFixture, leak_check: LeakCheck
 ) -> None:
     """The restore fails, as tensors may be overwritten, but not in every restart."""
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         _trained(checkpointer, state, 1, 1)
         _flip(slots, ["step_00000001"])
         for _ in range(2):
-            checkpointer.recover_from_fault(_DRAIN)
+            checkpointer.bridge.recover_from_fault(_DRAIN)
             with pytest.raises(ckpt.errors.CheckpointCorruptError, match="wrong checksum"):
                 checkpointer.restore(fresh())
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         state = fresh()
         assert checkpointer.restore(state) is None
         _trained(checkpointer, state, 1, 2)
@@ -286,12 +289,12 @@ def test_a_damaged_snapshot_that_is_all_there_is(
 
 def test_a_state_that_grows(tmp_path: Path, leak_check: LeakCheck) -> None:
     """Slots are replaced by larger ones; the snapshot in the old ones is held until there is a new one."""
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         _trained(checkpointer, state, 1, 1)
         larger = {**fresh(), "more": torch.zeros(1 << 20)}
         checkpointer.warmup(larger)
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         assert checkpointer.restore(state) == 1
         assert is_state_of(state, 0, 1)
         _trained(checkpointer, {**state, "more": torch.ones(1 << 20)}, 2, 6)
@@ -301,7 +304,7 @@ def test_a_state_that_grows(tmp_path: Path, leak_check: LeakCheck) -> None:
 
 
 def test_values_that_grow(tmp_path: Path, leak_check: LeakCheck) -> None:
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         for step in range(1, 6):
             state = {"w": torch.full((100,), float(step)), "log": {"text": "x" * 10_000 * step}}
             checkpointer.snapshot(state, step)
@@ -312,7 +315,7 @@ def test_values_that_grow(tmp_path: Path, leak_check: LeakCheck) -> None:
 
 def test_compressed_saves(tmp_path: Path, leak_check: LeakCheck) -> None:
     """What is in slots is never compressed, so that it can be restored all the same."""
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1, compression="zstd") as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1, staging=ckpt.Staging(compression="zstd")) as checkpointer:
         state = fresh()
         train_step(state, 0, 1)
         checkpointer.save(state, 1)
@@ -326,7 +329,9 @@ def test_compressed_saves(tmp_path: Path, leak_check: LeakCheck) -> None:
 
 def test_a_share_that_does_not_fit_a_slot(tmp_path: Path) -> None:
     state = {f"w{i}": torch.zeros(100_000) for i in range(8)}
-    with ckpt.Checkpointer(tmp_path, max_host_bytes=3 << 20, file_bytes=1 << 19, slots=3) as checkpointer:
+    with ckpt.Checkpointer(
+        tmp_path, staging=ckpt.Staging(max_host_bytes=3 << 20, file_bytes=1 << 19, slots=3)
+    ) as checkpointer:
         with pytest.raises(ckpt.errors.StateError, match="does not fit one staging slot"):
             checkpointer.snapshot(state, 1)
         checkpointer.save(state, 1)
@@ -350,12 +355,12 @@ def _assert_next_save_continues_step_1(checkpointer: ckpt.Checkpointer, state: A
 
 def test_the_next_save_continues_what_was_published(tmp_path: Path, leak_check: LeakCheck) -> None:
     """Not the snapshot that was restored, of which storage knows nothing."""
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         train_step(state, 0, 1)
         checkpointer.save(state, 1)
         _trained(checkpointer, state, 2, 3)
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         assert checkpointer.restore(state) == 3
         _assert_next_save_continues_step_1(checkpointer, state)
 
@@ -364,14 +369,14 @@ def test_a_branch_that_was_left_is_superseded_after_a_restore_from_memory(
     tmp_path: Path, leak_check: LeakCheck
 ) -> None:
     """Training goes back to step 1, and after a fault on from a snapshot; only then there is a save."""
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         for step in (1, 2):
             train_step(state, 0, step)
             checkpointer.save(state, step)
         assert checkpointer.restore(state, 1) == 1
         _trained(checkpointer, state, 2, 3)
-        checkpointer.recover_from_fault(_DRAIN)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
         assert checkpointer.restore(state) == 3
         _assert_next_save_continues_step_1(checkpointer, state)
 
@@ -380,15 +385,15 @@ def test_the_next_save_continues_what_was_published_if_the_registered_state_was_
     tmp_path: Path, leak_check: LeakCheck
 ) -> None:
     """As `CheckpointInitialize` does it, when there is no process group yet."""
-    with ckpt.Checkpointer(tmp_path, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         checkpointer.register(**state)
-        checkpointer.leave_restoring_to_next_iteration()
+        checkpointer.bridge.leave_restoring_to_next_iteration()
         train_step(state, 0, 1)
         checkpointer.save(state, 1)
         _trained(checkpointer, state, 2, 3)
-        checkpointer.recover_from_fault(_DRAIN)
-        checkpointer.restore_registered(StoreRanks(0, 1, None, 10), 1)
+        checkpointer.bridge.recover_from_fault(_DRAIN)
+        checkpointer.bridge.restore_registered(StoreRanks(0, 1, None, 10), 1)
         assert checkpointer.resume_step == 3
         _assert_next_save_continues_step_1(checkpointer, state)
 
@@ -398,7 +403,7 @@ def test_the_next_save_continues_what_was_published_if_the_registered_state_was_
 
 def _starved(rank: int, world_size: int, root: Path) -> str:
     """Rank 1 makes one snapshot, rank 0 goes on."""
-    with ckpt.Checkpointer(root, snapshot_every=1, timeout=timedelta(seconds=5)) as checkpointer:
+    with ckpt.Checkpointer(root, snapshots=1, timeout=timedelta(seconds=5)) as checkpointer:
         state = fresh()
         checkpointer.snapshot(state, 1)
         error = ""
@@ -427,7 +432,7 @@ def _of_two_roots(rank: int, world_size: int, folder: Path) -> list[int | None]:
     state, steps = fresh(), range(1, 9)
     with contextlib.ExitStack() as stack:
         two = [
-            stack.enter_context(ckpt.Checkpointer(folder / name, snapshot_every=1, timeout=timedelta(seconds=10)))
+            stack.enter_context(ckpt.Checkpointer(folder / name, snapshots=1, timeout=timedelta(seconds=10)))
             for name in ("first", "second")
         ]
         for checkpointer in two:
@@ -448,7 +453,7 @@ def test_two_checkpointers_of_one_process_group(tmp_path: Path) -> None:
 
 def _back_by_itself(rank: int, world_size: int, root: Path) -> tuple[int | None, list[float]]:
     """Make step 2 twice, without a restore between; rank 1 does not come to the second one."""
-    with ckpt.Checkpointer(root, snapshot_every=1, timeout=timedelta(seconds=30)) as checkpointer:
+    with ckpt.Checkpointer(root, snapshots=1, timeout=timedelta(seconds=30)) as checkpointer:
         state = {"weights": {f"w{i}": torch.zeros(20_000) for i in range(4)}}
         for step, value in ((1, 1.0), (2, 2.0), (1, 10.0), (2, 20.0)):
             for tensor in state["weights"].values():
@@ -456,7 +461,7 @@ def _back_by_itself(rank: int, world_size: int, root: Path) -> tuple[int | None,
             if (rank, value) != (1, 20.0):
                 checkpointer.snapshot(state, step)
             dist.barrier()
-        checkpointer.recover_from_fault(_DRAIN, rank)
+        checkpointer.bridge.recover_from_fault(_DRAIN, rank)
         step = checkpointer.restore(state)
         return step, [value for tensor in state["weights"].values() for value in tensor.unique().tolist()]
 
@@ -470,16 +475,16 @@ def test_a_step_that_is_made_twice(tmp_path: Path) -> None:
 def _recovered_twice(rank: int, world_size: int, root: Path) -> list[int]:
     """Fill all slots, recover twice with the process group that there is, and go on."""
     state = {"w": torch.zeros(1000)}
-    with ckpt.Checkpointer(root, snapshot_every=1, timeout=timedelta(seconds=20)) as checkpointer:
+    with ckpt.Checkpointer(root, snapshots=1, timeout=timedelta(seconds=20)) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.snapshot(state, step)
         for _ in range(2):
-            checkpointer.recover_from_fault(_DRAIN)
+            checkpointer.bridge.recover_from_fault(_DRAIN)
             checkpointer.maybe_finalize()  # looks after snapshots
         dist.barrier()
         for step in (4, 5, 6, 7):
             checkpointer.snapshot(state, step)
-        return checkpointer._saver.snapshots.steps
+        return checkpointer._parts.saver.snapshots.steps
 
 
 def test_a_rank_counts_once_after_a_fault_that_leaves_the_process_group(tmp_path: Path) -> None:
@@ -511,8 +516,8 @@ def _is_memfd(pid: int, fd: int) -> bool:
 
 def _two_hundred(rank: int, world_size: int, root: Path, replicas: bool) -> list[Any]:
     """A snapshot of every step, and now and then a save. Returns what was held after 60 and after all, and more."""
-    options: dict[str, Any] = {"replicas": 1, "replica_place": f"place {rank}"} if replicas else {}
-    with ckpt.Checkpointer(root, snapshot_every=1, save_every=50, keep_last=1, **options) as checkpointer:
+    snapshots = ckpt.Snapshots(1, replicas=1, place=f"place {rank}") if replicas else ckpt.Snapshots(1)
+    with ckpt.Checkpointer(root, snapshots=snapshots, save_every=50, keep=1) as checkpointer:
         state, found, resident = fresh(), [], []
         for step in range(1, 202):
             train_step(state, rank, step)
@@ -555,7 +560,7 @@ def _sharded(rank: int, world_size: int, root: Path) -> None:
 
     sharded = model(1)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (world_size,)))
-    with ckpt.Checkpointer(root, snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(root, snapshots=1) as checkpointer:
         checkpointer.snapshot({"model": sharded}, 5)
         other = model(2)
         fully_shard(other, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s")))

@@ -304,7 +304,7 @@ def _save_and_wait(rank: int, world_size: int, root: Path, looks_per_s: float, b
 
     with ckpt.Checkpointer(root) as checkpointer:
         checkpointer.save({"w": torch.ones(100)}, 1)
-        saver = checkpointer._saver
+        saver = checkpointer._parts.saver
         saver._options = dataclasses.replace(saver._options, looks_per_s=looks_per_s)
         if break_store:
             Ranks._store = _no_store  # type: ignore[method-assign]
@@ -340,7 +340,7 @@ def _abandon(rank: int, world_size: int, root: Path) -> str:
 
     with ckpt.Checkpointer(root) as checkpointer:
         checkpointer.save({"w": torch.ones(100)}, 1)
-        saver = checkpointer._saver
+        saver = checkpointer._parts.saver
         saver._options = dataclasses.replace(saver._options, looks_per_s=0.001)
         request = checkpointer.save_request({"w": torch.ones(100)}, 2)
         if rank == 1:

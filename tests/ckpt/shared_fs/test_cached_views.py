@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 @contextmanager
 def _trainer(mounts: Mounts) -> Iterator[ckpt.Checkpointer]:
     """Return a job on one mount that has removed step 1, and so looked at everything."""
-    with ckpt.Checkpointer(mounts.one / "root", keep_last=1) as trainer:
+    with ckpt.Checkpointer(mounts.one / "root", keep=1) as trainer:
         for step in (1, 2):
             trainer.save(state_of(float(step)), step)
         for name in (".pinned", ".readers"):

@@ -203,7 +203,7 @@ def test_the_later_start_wins_on_whatever_mount(mounts: Mounts) -> None:
 
 
 def _options() -> dict[str, Any]:
-    return {"keep_last": 1}
+    return {"keep": 1}
 
 
 def test_a_reader_with_a_lease_keeps_its_step(mounts: Mounts) -> None:

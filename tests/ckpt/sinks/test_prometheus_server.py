@@ -119,7 +119,7 @@ def _job(rank: int, world_size: int, folder: Path) -> None:
     sink = Prometheus("lm", port=0, directory=folder)
     state = {"w": torch.ones(200_000)}
     with ckpt.observe(sink), ckpt.observe(seen.append) as counting:
-        with ckpt.Checkpointer(folder / "root", keep_last=2) as checkpointer:
+        with ckpt.Checkpointer(folder / "root", keep=2) as checkpointer:
             step, stop = 0, torch.zeros(1)
             while not stop:
                 step += 1

@@ -24,9 +24,9 @@ def state_of(value: float) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(root: Path, **options: Any) -> Iterator[ckpt.Checkpointer]:
+def opened(root: Path, *, reuse_files: bool | None = None, **options: Any) -> Iterator[ckpt.Checkpointer]:
     """Return a Checkpointer whose writer uses one thread."""
-    with ckpt.Checkpointer(root, threads=1, **options) as checkpointer:
+    with ckpt.Checkpointer(root, staging=ckpt.Staging(threads=1, reuse_files=reuse_files), **options) as checkpointer:
         yield checkpointer
 
 
@@ -100,7 +100,7 @@ class Scenario:
 SCENARIOS = {
     "first": Scenario(1, 0, {}),
     "second": Scenario(2, 1, {}),
-    "retention": Scenario(2, 1, {"keep_last": 1, "reuse_files": False}),
-    "reuse": Scenario(4, 3, {"keep_last": 1, "reuse_files": True}),
-    "adoption": Scenario(3, 1, {"keep_last": 2}, complete_save_left=True),
+    "retention": Scenario(2, 1, {"keep": 1, "reuse_files": False}),
+    "reuse": Scenario(4, 3, {"keep": 1, "reuse_files": True}),
+    "adoption": Scenario(3, 1, {"keep": 2}, complete_save_left=True),
 }

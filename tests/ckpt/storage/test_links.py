@@ -69,7 +69,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         """Keep the recycled files, which `close` removes."""
         shutil.copytree(root / ".retired", root.parent / "retired", dirs_exist_ok=True)
 
-    with opened(root, keep_last=4, reuse_files=True) as checkpointer:
+    with opened(root, keep=4, reuse_files=True) as checkpointer:
         for step in range(1, 6):
             save(checkpointer, step)
         kept(checkpointer)
@@ -139,7 +139,7 @@ def _read(root: Path) -> None:
 
 
 def _train(root: Path, reuse_files: bool) -> None:
-    with opened(root, keep_last=2, reuse_files=reuse_files) as checkpointer:
+    with opened(root, keep=2, reuse_files=reuse_files) as checkpointer:
         checkpointer.restore(state_of(-1.0))
         for step in (9, 10, 11):
             save(checkpointer, step)

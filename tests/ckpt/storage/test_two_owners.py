@@ -39,7 +39,7 @@ def test_a_first_save_that_fails_leaves_a_step_to_restore(tmp_path: Path) -> Non
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return perform(*call.args)
 
-    with opened(tmp_path, keep_last=1) as earlier, opened(tmp_path, keep_last=1) as later:
+    with opened(tmp_path, keep=1) as earlier, opened(tmp_path, keep=1) as later:
         save(earlier, 1)
         assert later.restore(state_of(-1.0)) == 1
         save(earlier, 2)
@@ -57,7 +57,7 @@ def test_a_first_save_that_fails_leaves_a_step_to_restore(tmp_path: Path) -> Non
 @pytest.mark.parametrize("reuse_files", [False, True], ids=["remove", "reuse"])
 def test_retention_of_an_earlier_owner_leaves_the_steps_of_the_later_one(tmp_path: Path, reuse_files: bool) -> None:
     """It has checked the token, and waits so long before the rename that another job saves the same step."""
-    options = {"keep_last": 1, "reuse_files": reuse_files}
+    options = {"keep": 1, "reuse_files": reuse_files}
     intervened = False
 
     with opened(tmp_path, **options) as earlier, opened(tmp_path, **options) as later:
@@ -121,7 +121,7 @@ def _assert_continued(root: Path, steps: list[int]) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"keep_last": 1, "reuse_files": False}, {"keep_last": 1, "reuse_files": True}])
+@pytest.mark.parametrize("options", [{}, {"keep": 1, "reuse_files": False}, {"keep": 1, "reuse_files": True}])
 def test_the_step_that_a_later_owner_continues_is_not_removed(
     tmp_path: Path, options: dict[str, Any], number: int
 ) -> None:
@@ -151,7 +151,7 @@ def test_the_step_that_a_later_owner_continues_is_not_removed(
 
 @pytest.mark.parametrize("reuse_files", [False, True], ids=["remove", "reuse"])
 def test_a_step_that_a_dead_owner_was_about_to_remove_is_there_again(tmp_path: Path, reuse_files: bool) -> None:
-    with opened(tmp_path, keep_last=1, reuse_files=reuse_files) as earlier, opened(tmp_path) as later:
+    with opened(tmp_path, keep=1, reuse_files=reuse_files) as earlier, opened(tmp_path) as later:
         save(earlier, 10)
         try:
             with Syscalls().hooked(_stopped(_renames_of(10), 1, lambda: None, died=True)):
@@ -263,7 +263,7 @@ def test_a_step_that_was_moved_aside_is_not_published_again_under_a_later_owner(
 
 def test_a_step_that_comes_back_late_is_of_the_branch_that_was_left(tmp_path: Path) -> None:
     """The later owner has restored an older step, and published, before the earlier one moves this one back."""
-    with opened(tmp_path, keep_last=2) as earlier, opened(tmp_path) as later:
+    with opened(tmp_path, keep=2) as earlier, opened(tmp_path) as later:
         save(earlier, 5)
         save(earlier, 10)
         moved = False
@@ -273,7 +273,7 @@ def test_a_step_that_comes_back_late_is_of_the_branch_that_was_left(tmp_path: Pa
             source = os.path.basename(call.args[0]) if call.name == "renameat2" else ""
             if source == "step_00000010" and not moved:
                 moved = True
-                later._saver.own()  # claims the root, and has not looked at it yet
+                later._parts.saver.own()  # claims the root, and has not looked at it yet
                 assert later.restore(state_of(-1.0), 5) == 5
                 perform(*call.args)
                 save(later, 6)

@@ -41,7 +41,7 @@ class _Scene:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"keep": ckpt.Latest(self.keep), "reuse_files": self.reuse_files}
+        return {"keep": self.keep, "reuse_files": self.reuse_files}
 
     def prepare(self, root: Path) -> None:
         if self.complete_save_left:

@@ -69,12 +69,16 @@ def is_state_of(state: dict[str, Any], step: int) -> bool:
 
 
 def train(journal: Journal, active: int, options: dict[str, Any]) -> None:
-    """Run a rank; of all ranks `active` train, the others are spares. `options` are those of the Checkpointer."""
+    """Run a rank; of all ranks `active` train, the others are spares.
+
+    `options` are those of the Checkpointer, and of its replicas.
+    """
     with contextlib.suppress(RuntimeError):
         torch.set_num_threads(1)
     timeouts = Options(soft_timeout_s=15.0, hard_timeout_s=20.0, barrier_timeout_s=40.0).timeouts()
+    snapshots = ckpt.Snapshots(1, replicas=1, bandwidth=options.pop("bandwidth", None))
     checkpointer = ckpt.Checkpointer(
-        journal.folder / "root", snapshot_every=1, timeout=timedelta(seconds=15), **{"replicas": 1, **options}
+        journal.folder / "root", snapshots=snapshots, timeout=timedelta(seconds=15), **options
     )
 
     @inprocess.Wrapper(

@@ -77,7 +77,7 @@ def _check(found: list[Began], world_size: int, at_least: int) -> int:
 )
 def test_a_node_loses_its_power(make_lab: MakeLab, nodes: int, active: int, bandwidth: float | None) -> None:
     lab = make_lab(nodes)
-    job = _start(lab, active, replica_bandwidth=bandwidth)
+    job = _start(lab, active, bandwidth=bandwidth)
     _wait(job, lambda: _replicated(job) >= 1)
     replicated = _replicated(job)
     lost = 2
@@ -95,7 +95,7 @@ def test_a_node_loses_its_power(make_lab: MakeLab, nodes: int, active: int, band
 def test_a_node_is_lost_soon_after_an_exception(make_lab: MakeLab) -> None:
     """What was replicated before the exception is kept until something newer is."""
     lab = make_lab(3)
-    job = _start(lab, 6, replica_bandwidth=1e6)  # the snapshot that the exception leaves is not replicated soon
+    job = _start(lab, 6, bandwidth=1e6)  # the snapshot that the exception leaves is not replicated soon
     _wait(job, lambda: _replicated(job) >= 1)
     replicated = _replicated(job)
     (job.folder / "raise").write_text("3")
@@ -162,7 +162,7 @@ def test_a_random_schedule_of_faults(make_lab: MakeLab, number: int) -> None:
     """Ranks raise and are killed, and one node loses its power, at any time, also while replicas are sent."""
     chosen = random.Random(seed_of("REPLICAS_SEED", number))
     lab = make_lab(4)
-    job = _start(lab, 6, replica_bandwidth=chosen.choice([None, 3e6]), save_every=chosen.choice([None, 7]))
+    job = _start(lab, 6, bandwidth=chosen.choice([None, 3e6]), save_every=chosen.choice([None, 7]))
     lost: set[int] = set()
     step = 0
     for iteration, kind in enumerate(chosen.sample(["raise", "kill", "node"], 3), 1):

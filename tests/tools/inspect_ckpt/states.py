@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt import Checkpointer, PerRank
+from ckpt import Checkpointer, PerRank, Staging
 
 NAMES = ("one", "zstd", "two")
 STEPS = (3, 4)
@@ -36,8 +36,8 @@ def state(step: int, rank: int = 0) -> dict[str, Any]:
 
 
 def _save(root: Path, rank: int, compression: str | None, more: Mapping[str, Any] = MappingProxyType({})) -> None:
-    sizes: dict[str, int] = {"file_bytes": 4096, "inner_bytes": 256}
-    with Checkpointer(root, compression=compression, **sizes) as checkpointer:
+    staging = Staging(compression=compression, file_bytes=4096, inner_bytes=256)
+    with Checkpointer(root, staging=staging) as checkpointer:
         for step in STEPS:
             checkpointer.save(state(step, rank) | more, step)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt import AsyncCallsQueue, Checkpointer, Staging
 from ckpt.validation import validate
 
 DTYPES = (
@@ -64,9 +64,9 @@ STATES = st.recursive(
     file_bytes=st.sampled_from((1, 512, 64 << 20)),
     inner_bytes=st.sampled_from((64, 4 << 20)),
 )
-def test_what_is_saved_is_whole(queue: AsyncCallsQueue, state: dict[Any, Any], **options: Any) -> None:
+def test_what_is_saved_is_whole(queue: AsyncCallsQueue, state: dict[Any, Any], **staging: Any) -> None:
     with tempfile.TemporaryDirectory() as root:
-        with Checkpointer(root, queue=queue, **options) as checkpointer:
+        with Checkpointer(root, queue=queue, staging=Staging(**staging)) as checkpointer:
             checkpointer.save(state, 7)
         report = validate(f"{root}/step_00000007")
         assert report.whole, report.problems

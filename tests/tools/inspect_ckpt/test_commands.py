@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt import AsyncCallsQueue, Checkpointer, Staging
 from ckpt.loading.consistency import read_index
 from ckpt.storage.commit import Abandoned, PendingSave, Reason
 from ckpt.storage.names import SaveId, parse_save_name
@@ -254,8 +254,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory, queue: AsyncCallsQueue) -> tu
     del b["removed"], b["gone"]
     b |= {"added": torch.ones(2), "n": [1, 2]}
     for name, state, size in (("a", a, 512), ("b", b, 2048)):
-        sizes = {"file_bytes": size, "inner_bytes": size // 2}
-        with Checkpointer(folder / name, queue=queue, **sizes) as checkpointer:
+        staging = Staging(file_bytes=size, inner_bytes=size // 2)
+        with Checkpointer(folder / name, queue=queue, staging=staging) as checkpointer:
             checkpointer.save(state, 1)
     return folder / "a", folder / "b"
 
@@ -309,7 +309,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory, queue: AsyncCallsQueue) ->
         "all_nan": torch.full((3,), float("nan")),
     }
     folder = tmp_path_factory.mktemp("numbers")
-    with Checkpointer(folder, queue=queue, file_bytes=4096, inner_bytes=1024) as checkpointer:
+    with Checkpointer(folder, queue=queue, staging=Staging(file_bytes=4096, inner_bytes=1024)) as checkpointer:
         checkpointer.save(tensors, 1)
     return folder, tensors
 

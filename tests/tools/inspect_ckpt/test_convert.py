@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt import AsyncCallsQueue, Checkpointer, Staging
 from ckpt import open as open_checkpoint
 from ckpt.paths import display
 from ckpt.validation import validate
@@ -257,7 +257,7 @@ def dcp_layouts(world_size: int) -> dict[str, Any]:
 
 def both_ways_on_ranks(rank: int, world_size: int, folder: Path) -> list[str]:
     dcp.save(dcp_layouts(world_size), checkpoint_id=folder / "dcp")
-    with Checkpointer(folder / "root", file_bytes=2048, inner_bytes=512) as checkpointer:
+    with Checkpointer(folder / "root", staging=Staging(file_bytes=2048, inner_bytes=512)) as checkpointer:
         checkpointer.save(dcp_layouts(world_size), 3)
     if rank == 0:
         assert main(["convert", str(folder / "dcp"), str(folder / "new-root")]) == 0

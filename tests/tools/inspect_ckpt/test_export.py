@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt import AsyncCallsQueue, Checkpointer, Staging
 from ckpt.exporting import selection
 from ckpt.formats.safetensors import DTYPES
 from tests.tools.inspect_ckpt import states
@@ -22,8 +22,8 @@ from tests.tools.inspect_ckpt.commands import Commands, peak_growth
 MEMORY_BOUND = 224 << 20
 
 
-def save(root: Path, queue: AsyncCallsQueue, state: dict[str, object], **options: int) -> Path:
-    with Checkpointer(root, queue=queue, **options) as checkpointer:
+def save(root: Path, queue: AsyncCallsQueue, state: dict[str, object], **staging: int) -> Path:
+    with Checkpointer(root, queue=queue, staging=Staging(**staging)) as checkpointer:
         checkpointer.save(state, 0)
     return root
 

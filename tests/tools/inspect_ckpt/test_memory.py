@@ -35,7 +35,7 @@ def _steps(process: dict[str, Any]) -> list[int]:
 
 
 def test_a_trainer_and_its_snapshots(run: Commands, tmp_path: Path) -> None:
-    with ckpt.Checkpointer(tmp_path / "root", snapshot_every=1) as checkpointer:
+    with ckpt.Checkpointer(tmp_path / "root", snapshots=1) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.snapshot({"w": torch.ones(100_000)}, step)
         process = _found(run, os.getpid())[os.getpid()]
@@ -50,11 +50,13 @@ def test_a_trainer_and_its_snapshots(run: Commands, tmp_path: Path) -> None:
 
 def _snapshots(rank: int, world_size: int, root: Path) -> None:
     tempfile.tempdir = None  # TMPDIR is another one than in the process that this one was forked from
-    checkpointer = ckpt.Checkpointer(root, snapshot_every=1, linger=timedelta(minutes=5), linger_id="run \x1b[31m7")
+    checkpointer = ckpt.Checkpointer(
+        root, snapshots=ckpt.Snapshots(every=1, linger=timedelta(minutes=5), linger_id="run \x1b[31m7")
+    )
     checkpointer.restore({"w": torch.ones(100_000)})
     for step in (4, 5):
         checkpointer.snapshot({"w": torch.ones(100_000)}, step)
-    print(f"holder {checkpointer._saver._lingering.pid}", flush=True)  # type: ignore[union-attr]
+    print(f"holder {checkpointer._parts.saver._lingering.pid}", flush=True)  # type: ignore[union-attr]
     sys.stdin.read() if rank else signal.pause()
 
 

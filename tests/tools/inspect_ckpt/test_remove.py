@@ -63,7 +63,7 @@ def test_pin_and_unpin(run: Commands, root: Path) -> None:
 
 
 def test_a_pinned_step_is_not_removed_by_the_job(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    with Checkpointer(tmp_path, queue=queue, keep_last=1) as checkpointer:
+    with Checkpointer(tmp_path, queue=queue, keep=1) as checkpointer:
         checkpointer.save({"w": torch.ones(3)}, 1)
         run("pin", tmp_path, "1")
         checkpointer.save({"w": torch.ones(3)}, 2)

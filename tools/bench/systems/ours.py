@@ -64,4 +64,4 @@ class Ours:
 class Reused(Ours):
     """The same, writing over the files of the step before the last, as soon as there is one."""
 
-    _options: ClassVar[dict[str, Any]] = {"keep_last": 1}
+    _options: ClassVar[dict[str, Any]] = {"keep": 1}

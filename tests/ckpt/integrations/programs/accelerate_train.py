@@ -100,7 +100,7 @@ def main(root: str, log: str, *words: str) -> None:
     accelerator.register_for_checkpointing(progress)
     tell = functools.partial(write_line, Path(f"{log}.{accelerator.process_index}"))
     model.train()
-    with ckpt.Checkpointer(root, keep_last=2) as checkpointer, Checkpoints(accelerator, checkpointer) as checkpoints:
+    with ckpt.Checkpointer(root, keep=2) as checkpointer, Checkpoints(accelerator, checkpointer) as checkpoints:
         step = checkpoints.load_state() or 0
         last = int(numbers.get("steps", 12))
         tell(start=step)

@@ -1,0 +1,1 @@
+"""The parts behind a `Checkpointer`: assembly, restores, the bridge to restarts, and the end."""

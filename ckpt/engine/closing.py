@@ -1,0 +1,115 @@
+"""The end of a `Checkpointer`, and the refusal of calls after it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Collection
+from types import TracebackType
+
+from ckpt.engine.parts import Parts
+from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
+from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import Origin
+from inprocess.ipc.threads import finishes_within
+
+__all__ = ["Closing"]
+
+_LEAVING_S = 5.0  # to leave the root and end processes, when nothing is waited for; an eighth of `timeout` at most
+_log = logging.getLogger("ckpt")
+
+
+class Closing:
+    """Ends the parts of one Checkpointer, once, and only in the process that made them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._timeout_s = parts.settings.timeout_s
+        self._closed = False
+        self._origin = Origin()
+
+    def check_open(self) -> None:
+        """Raise CheckpointError after the end, and in a fork of the process."""
+        if self._closed:
+            raise CheckpointError("this Checkpointer is closed")
+        if not self._origin.is_here:
+            raise CheckpointError(
+                f"this Checkpointer belongs to process {self._origin.pid}; process {os.getpid()} is a fork of it, such "
+                "as a data loader worker, and can neither save nor restore with it"
+            )
+
+    def check_writable(self) -> None:
+        """Raise CheckpointError with `read_only`, too."""
+        self.check_open()
+        if self._parts.settings.read_only:
+            raise CheckpointError("this Checkpointer was made with read_only=True: it saves and removes nothing")
+
+    def close(self, finalized: Collection[int]) -> None:
+        """See `Checkpointer.close`. `finalized` has the steps that are published, also those of the last moment."""
+        if self._closed or not self._origin.is_here:
+            return
+        self._closed = True
+        parts, ending = self._parts, Deadline(self._timeout_s)
+        waiting = ending.before_end(self._leaving_s)
+        try:
+            self._finalize_all(waiting, finalized)
+        finally:
+            parts.saver.close(ending)
+            if parts.exports is not None:
+                finishes_within(ending, functools.partial(parts.exports.close, waiting), "ckpt-end-exports")
+            if parts.mirror is not None:
+                parts.mirror.close(waiting)
+        if parts.reuses_files and parts.saver.last_rank == 0:
+            finishes_within(ending, self._delete_recycled, "ckpt-delete-recycled")
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End after an exception, without waiting: the writers finish what was scheduled by themselves."""
+        if not self._origin.is_here:
+            return
+        self._closed = True
+        parts = self._parts
+        if self._owns_queue:
+            parts.queue.__exit__(kind, error, trace)
+        ending = Deadline(self._leaving_s)
+        parts.saver.close(ending, linger=True)
+        if parts.exports is not None:
+            finishes_within(ending, parts.exports.abort, "ckpt-end-exports")
+        if parts.mirror is not None:
+            parts.mirror.abort()
+
+    @property
+    def _owns_queue(self) -> bool:
+        return self._parts.settings.queue is None
+
+    @property
+    def _leaving_s(self) -> float:
+        return min(_LEAVING_S, self._timeout_s / 8)
+
+    def _finalize_all(self, deadline: Deadline, finalized: Collection[int]) -> None:
+        """Finalize all calls, and close the queue unless it is shared."""
+        queue, saver = self._parts.queue, self._parts.saver
+        steps = saver.steps_in_flight
+        try:
+            if self._owns_queue:
+                queue.close(timeout_s=deadline.left_s)
+            else:
+                queue.finalize_all(deadline)
+        except CheckpointTimeoutError as error:
+            left = sorted(steps - set(finalized))
+            if not left:
+                raise
+            raise CheckpointTimeoutError(
+                f"close: the saves of steps {left} were not finalized in {self._timeout_s:g} s: {error}",
+                rank=saver.last_rank,
+                step=left[0],
+            ) from error
+
+    def _delete_recycled(self) -> None:
+        root = self._parts.root
+        if self._parts.saver.is_owner:
+            for path in root.discard_recycled():
+                try:
+                    root.delete_contents(path, lambda: None, is_record=False)
+                except StorageError as error:
+                    _log.warning("files kept for the next save are not all deleted: %s", error)
