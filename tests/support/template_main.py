@@ -154,6 +154,7 @@ def _run_rank(request: Fork) -> None:
     if with_group:
         # A file store: unlike a port it cannot be taken by somebody else between choosing and using it.
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        dist.barrier()  # one that ends before the others have connected to it would break their connections
     function, args = cloudpickle.loads((folder / "call.pickle").read_bytes())
     value = function(rank, world_size, *args)
     partial = folder / f"rank_{rank:05d}.partial"

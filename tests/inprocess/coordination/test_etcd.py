@@ -1,5 +1,6 @@
 """What is particular to the store in etcd. What every store does is in `tests/inprocess/test_store.py`."""
 
+import base64
 import contextlib
 import os
 import shutil
@@ -301,7 +302,8 @@ def test_a_cluster_that_has_space_again_in_time_is_not_lost(small_etcd: Etcd, po
     with EtcdClient(EtcdCluster(tuple(small_etcd.endpoints)), "job", patience=LONG) as client:
         fill(small_etcd.endpoints)
         writing = pool.submit(client.set, "key", "x")
-        revision = post(client, "/v3/kv/range", key="eA==")["header"]["revision"]
+        first, after = (base64.b64encode(key).decode() for key in (b"/inprocess/filler/", b"/inprocess/filler0"))
+        revision = post(client, "/v3/kv/deleterange", key=first, range_end=after)["header"]["revision"]
         post(client, "/v3/kv/compaction", revision=revision, physical=True)
         post(client, "/v3/maintenance/defragment")
         (alarm,) = post(client, "/v3/maintenance/alarm", action="GET")["alarms"]

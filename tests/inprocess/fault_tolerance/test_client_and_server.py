@@ -403,7 +403,8 @@ def test_each_iteration_of_a_wrapped_function_may_make_a_client(node: Node) -> N
                 raise ValueError("again")
             say("iteration", call.iteration)
             client.shutdown_workload_monitoring()
-        inprocess.Wrapper(abort=None, last_call_wait=timedelta(0))(train)()
+        unbounded = {'max_same_faults': None, 'max_backoff': timedelta(0)}
+        inprocess.Wrapper(abort=None, last_call_wait=timedelta(0), **unbounded)(train)()
         """,
         **env,
     )
