@@ -1,0 +1,170 @@
+"""The house (decision 0030) stays one that a reader can hold: short files, one name for one thing, a map that is true.
+
+The lists are exceptions of today. They may only shrink: an entry that is not needed any more has to be removed.
+"""
+
+import fnmatch
+import re
+from pathlib import Path
+
+import pytest
+
+from tools.measure.sources import LONGEST_FILE, Module, long_files, modules_of, repeated_classes, repeated_modules
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Longer files, and the lines that each may have.
+LONG_FILES = {
+    "ckpt/async_calls/queue.py": 471,
+    "ckpt/saving/save.py": 604,
+    "ckpt/saving/write.py": 487,
+    "ckpt/storage/interface.py": 538,
+    "ckpt/storage/root.py": 509,
+    "ckpt/storage/store_root.py": 454,
+    "inprocess/agreement.py": 517,
+}
+
+# Names of modules with one meaning in every package: what the package sends, what users set, and so on.
+ROLES = {"errors", "events", "interface", "messages", "options", "settings"}
+
+# Other names of modules that several packages have, and how many.
+SAME_MODULES = {
+    "agreement": 2,
+    "background": 2,
+    "completion": 2,
+    "config": 2,
+    "connection": 2,
+    "files": 2,
+    "leftovers": 2,
+    "meeting": 2,
+    "memory": 2,
+    "neighbors": 2,
+    "phases": 2,
+    "process": 3,
+    "records": 2,
+    "removal": 2,
+    "rendezvous": 2,
+    "replicas": 2,
+    "state": 2,
+    "stores": 3,
+    "waiting": 2,
+}
+
+# Names that several classes have, and how many. Names of nvidia_resiliency_ext are here, too.
+SAME_CLASSES = {
+    "Abort": 2,
+    "Address": 2,
+    "Agreement": 2,
+    "AsyncCallsQueue": 2,
+    "AsyncRequest": 2,
+    "Attach": 2,
+    "Change": 2,
+    "Claim": 2,
+    "Completion": 2,
+    "Contents": 2,
+    "Deadline": 2,
+    "DistributedAsyncCaller": 2,
+    "Event": 3,
+    "Failed": 2,
+    "Keep": 2,
+    "LazyTensor": 2,
+    "Leaf": 2,
+    "Leave": 2,
+    "MaxActiveWorldSize": 2,
+    "MeetingError": 2,
+    "MemoryTier": 2,
+    "Owner": 2,
+    "Phase": 2,
+    "Place": 2,
+    "Problem": 2,
+    "Published": 2,
+    "RankFilter": 2,
+    "Record": 2,
+    "Region": 2,
+    "Request": 2,
+    "Retained": 2,
+    "Settings": 2,
+    "Slots": 2,
+    "Span": 2,
+    "Store": 2,
+    "TensorLeaf": 2,
+    "ValueLeaf": 2,
+    "Writer": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def libraries() -> list[Module]:
+    return [module for package in ("ckpt", "inprocess") for module in modules_of(REPOSITORY, package)]
+
+
+def _compare(found: dict[str, int], allowed: dict[str, int], advice: dict[str, str]) -> None:
+    grown = [f"{name}: {advice[name]}" for name, number in found.items() if number > allowed.get(name, 0)]
+    assert not grown, "\n".join(grown)
+    gone = sorted(allowed.keys() - found.keys())
+    assert not gone, f"an exception is not needed any more, remove it: {gone}"
+
+
+def test_files_are_short(libraries: list[Module]) -> None:
+    found = long_files(libraries + modules_of(REPOSITORY, "tools") + modules_of(REPOSITORY, "examples"))
+    advice = {
+        name: f"{lines} lines, of at most {LONG_FILES.get(name, LONGEST_FILE)}: move a part with a name of its own"
+        for name, lines in found.items()
+    }
+    _compare(found, LONG_FILES, advice)
+
+
+def test_a_name_of_a_module_has_one_meaning(libraries: list[Module]) -> None:
+    found = {name: where for name, where in repeated_modules(libraries).items() if name not in ROLES}
+    advice = {name: f"is in {', '.join(sorted(where))}: choose another name" for name, where in found.items()}
+    _compare({name: len(where) for name, where in found.items()}, SAME_MODULES, advice)
+
+
+def test_a_name_of_a_class_has_one_meaning(libraries: list[Module]) -> None:
+    found = repeated_classes(libraries)
+    advice = {name: f"is in {', '.join(sorted(where))}: choose another name" for name, where in found.items()}
+    _compare({name: len(where) for name, where in found.items()}, SAME_CLASSES, advice)
+
+
+def _places() -> set[str]:
+    """Every path of the repository's sources, with each of its ends: `storage/root.py` for ckpt/storage/root.py."""
+    paths = [
+        path.relative_to(REPOSITORY)
+        for folder in ("ckpt", "inprocess", "tools", "tests", "docs", "examples")
+        for path in [REPOSITORY / folder, *(REPOSITORY / folder).rglob("*")]
+        if "__pycache__" not in path.parts
+    ]
+    return {"/".join(path.parts[start:]) for path in paths for start in range(len(path.parts))}
+
+
+def _missing(text: str, classes: set[str]) -> set[str]:
+    """Return the files, folders and classes in backticks that are not there."""
+    places = _places()
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    missing = set()
+    for quoted in re.findall(r"`([^`]+)`", prose):
+        name = quoted.rstrip("/")
+        is_path = re.fullmatch(r"\w[\w*-]*(/[\w*-]+)*\.(py|c|md)|\w[\w-]*(/[\w-]+)+", name)
+        if is_path and name not in places and not ("*" in name and fnmatch.filter(places, name)):
+            missing.add(quoted)
+        if (found := re.match(r"([A-Z][a-z]+(?:[A-Z][a-z]+)+)\b", quoted)) and found[1] not in classes:
+            missing.add(quoted)
+    return missing
+
+
+def test_the_map_names_what_is_there(libraries: list[Module]) -> None:
+    classes = {found.name for module in libraries for found in module.classes}
+    assert not _missing((REPOSITORY / "docs" / "architecture.md").read_text(), classes)
+
+
+def test_the_map_has_every_package() -> None:
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    folders = [path.parent for package in ("ckpt", "inprocess") for path in (REPOSITORY / package).rglob("__init__.py")]
+    names = {folder.relative_to(REPOSITORY).as_posix() for folder in folders} - {"ckpt", "inprocess"}
+    missing = {name for name in names if f"`{name}`" not in text and f"{name.partition('/')[2]}/" not in text}
+    assert not missing, f"docs/architecture.md does not tell what is in {sorted(missing)}"
+
+
+def test_a_missing_file_and_class_are_seen() -> None:
+    text = "`storage/root.py`, `storage/gone.py`, `ckpt/gone`, `store_*.py`, `gone_*.py`, `Saver`, `LostThing.do`, `s/`"
+    assert _missing(text, {"Saver"}) == {"storage/gone.py", "ckpt/gone", "gone_*.py", "LostThing.do"}
