@@ -1,4 +1,7 @@
-"""The navigation of the site names every page, and the reference every public name. `make docs` checks the links."""
+"""The navigation of the site names every page, the reference every public name, the index every decision.
+
+`make docs` checks the links.
+"""
 
 import re
 from collections.abc import Iterator
@@ -45,3 +48,16 @@ def test_the_reference_has_every_public_name(name: str) -> None:
     values = {f"{name}.{public}": getattr(module, public) for public in module.__all__}
     missing = {dotted for dotted, value in values.items() if not isinstance(value, ModuleType)} - _references()
     assert not missing
+
+
+def test_the_index_of_decisions_has_each_once_and_marks_those_that_were_changed() -> None:
+    folder = DOCS / "decisions"
+    index = (folder / "README.md").read_text()
+    lines = re.findall(r"^\* (\d{4}): \[(.+?)\]\((\S+\.md)\)(?:; changed by (.+))?$", index, re.MULTILINE)
+    files = sorted(path.name for path in folder.glob("*.md") if path.name != "README.md")
+    assert sorted(file for _, _, file, _ in lines) == files, "docs/decisions/README.md needs a line for each decision"
+    for number, title, file, changed_by in lines:
+        text = (folder / file).read_text().splitlines()
+        assert re.fullmatch(rf"# {number}[ -]+{re.escape(title)}", text[0]), f"{file} has the title {text[0]!r}"
+        for later in re.findall(r"\[(\d{4})\]", changed_by):
+            assert later in "\n".join(text[1:14]), f"{file} does not say near its beginning that {later} changed it"

@@ -1,4 +1,4 @@
-"""Pages of the site that are not files under docs/: those at the top of the repository, and the list of decisions."""
+"""Pages of the site that are not files under docs/: those at the top of the repository."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 _ALONE = "---\nhide: [navigation]\n---\n\n"  # a page without others in its section
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
-
-_NUMBER = re.compile(r"^# *\d+[ .-]*")  # of a decision, in its title
+_INDEX = "README.md"  # of a folder, where it has one: the first of its pages
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -24,7 +23,6 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for source, page in TOP_LEVEL.items():
         text = _LINK.sub(lambda match: _target(match[1]), (REPOSITORY / source).read_text(encoding="utf-8"))
         files.append(File.generated(config, page, content=_ALONE + text if page == "index.md" else text))
-    files.append(File.generated(config, "decisions/index.md", content=_list_of_decisions()))
 
 
 def _expanded(entry: object) -> object:
@@ -32,8 +30,8 @@ def _expanded(entry: object) -> object:
         return entry
     ((title, value),) = entry.items()
     if isinstance(value, str) and value.endswith("/"):
-        pages = sorted(path.name for path in (REPOSITORY / "docs" / value).glob("*.md"))
-        return {title: [f"{value}index.md", *(f"{value}{page}" for page in pages)]}
+        pages = {path.name for path in (REPOSITORY / "docs" / value).glob("*.md")}
+        return {title: [f"{value}{page}" for page in sorted(pages, key=lambda page: (page != _INDEX, page))]}
     return entry
 
 
@@ -42,12 +40,4 @@ def _target(link: str) -> str:
     if link in TOP_LEVEL:
         return TOP_LEVEL[link]
     path = link.removeprefix("docs/")
-    return f"{path.rstrip('/')}/index.md" if (REPOSITORY / link).is_dir() else path
-
-
-def _list_of_decisions() -> str:
-    lines = ["# Decisions", "", "What was decided, why, and what was not chosen. One page each.", ""]
-    for path in sorted((REPOSITORY / "docs" / "decisions").glob("*.md")):
-        title = _NUMBER.sub("", path.read_text(encoding="utf-8").partition("\n")[0])
-        lines.append(f"* {path.name.partition('-')[0]}: [{title}]({path.name})")
-    return "\n".join([*lines, ""])
+    return f"{path.rstrip('/')}/{_INDEX}" if (REPOSITORY / link).is_dir() else path
