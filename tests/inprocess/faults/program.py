@@ -217,10 +217,10 @@ def run_cell(name: str, journal: Journal) -> object:
     actor = Actor(cell_named(name), journal)
 
     class Store(TCPStore):
-        def barrier(self, ranks: Any, group_name: str, *rest: Any, **more: Any) -> None:
+        def reentrant_barrier(self, ranks: Any, group_name: str, *rest: Any, **more: Any) -> None:
             if group_name == "initial_barrier":
                 actor.enter()
-            super().barrier(ranks, group_name, *rest, **more)
+            super().reentrant_barrier(ranks, group_name, *rest, **more)
 
     class Assignment(ShiftRanks):
         def assign(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
