@@ -81,10 +81,12 @@ class OldThreads:
         self._changed.close()
 
     def _is_of_iteration(self, thread: threading.Thread) -> bool:
-        """Return whether the iteration has started the thread, and not a library in C, or this package."""
+        """Return whether the iteration has started the thread, and not this package, or a library that keeps it."""
         if thread in self._before or thread is threading.current_thread():
             return False
-        return not (isinstance(thread, JoinableThread | threading._DummyThread) or thread.name.startswith(_OWN_NAMES))
+        if isinstance(thread, JoinableThread | threading._DummyThread) or thread.name.startswith(_OWN_NAMES):
+            return False
+        return not _function_of(thread).startswith(_HARMLESS)
 
     # -- what torch calls ----------------------------------------------------------------------------------------------
 
