@@ -466,7 +466,11 @@ class Agreement:
             if str(initial_rank) == min(waiting, key=int, default=""):  # of many ranks that wait, one looks
                 ranks = range(self.world_size or 0)
                 absent = [rank for rank in ranks if str(self.identity_of(rank)) not in arrived]
-                on_late(absent, waited_s)
+                try:
+                    on_late(absent, waited_s)
+                except StaleViewError:  # those that were absent have just come, and the job goes on
+                    if not self.store.check([key]):
+                        raise
 
 
 def depart(

@@ -218,6 +218,20 @@ def test_at_the_end_of_an_iteration_progress_is_not_waited_for_indefinitely(open
     assert time.monotonic() - began > 1.0
 
 
+def test_who_was_absent_comes_while_it_is_given_up(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].interrupt(record(0))
+    _beats(agreements[0], {2: 9.0})
+    agreements[1].arrive_at_end(11)
+
+    def come() -> None:
+        assert agreements[2].wait_roster(12, LONG_S) == Roster(frozenset(), frozenset())
+
+    slow = Agreement(Interrupted(open_store(0), "append", "records", come), 0, 3)
+    absent = AbsentRanks(slow, "barrier_timeout", 0.1, soft_s=8.0, most=10)
+    assert slow.wait_roster(10, 0.1, CHUNK_S, absent.look) == Roster(frozenset(), frozenset())
+
+
 def test_spares_learn_that_somebody_is_done(open_store: Open, pool: ThreadPoolExecutor) -> None:
     agreements = three(open_store)
     assert agreements[0].wait_done(0.05) is False
