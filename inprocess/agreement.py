@@ -25,6 +25,7 @@ Used by the rank and by its monitor process; every method may be called from any
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import time
@@ -372,8 +373,10 @@ class Agreement:
         reported = {kind: int(self._peek(_progress_key(kind)) or 0) for kind in (STEP, PINGS)}
         progress = {kind: number for kind, number in reported.items() if number > 0}
         # Of the iteration before: its keys are deleted at the beginning of the one after this.
-        key, store = f"{self.iteration - 1}/{_ROSTER}", self.store.base_store
-        before = Roster.from_text(store.get(key)).faults if store.check([key]) else FaultHistory()
+        key, store, before = f"{self.iteration - 1}/{_ROSTER}", self.store.base_store, FaultHistory()
+        if store.check([key]):
+            with contextlib.suppress(StoreTimeoutError):  # deleted just now: the others have written the roster
+                before = Roster.from_text(store.get_within(key, timedelta(0))).faults
         if not has_fault:
             return before
         return before.after(fault_names(self.find_reason()), progress, time.time())

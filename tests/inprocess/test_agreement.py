@@ -369,6 +369,29 @@ def test_another_one_closes_the_roster_and_goes_on_meanwhile(open_store: Open) -
     assert last.wait_roster(12, LONG_S) == Roster(frozenset(), frozenset())
 
 
+def test_the_roster_before_is_deleted_while_the_last_one_reads_it(open_store: Open) -> None:
+    end(three(open_store))
+    agreements = [Agreement(open_store(1), 1, 3) for _ in range(3)]
+    for rank, agreement in enumerate(agreements):
+        agreement.publish_rank(10 + rank, rank)
+    agreements[0].interrupt(record(0))
+    for rank in (0, 1):
+        agreements[rank].arrive_at_end(10 + rank)
+
+    def go_on() -> None:
+        agreements[1].wait_roster(11, LONG_S)
+        open_store(0).clear()  # as rank 0 does at the beginning of the next iteration
+
+    store = Interrupted(open_store(1), "none", "", lambda: None)
+    store.base_store = Interrupted(store.base_store, "get_within", "0/roster", go_on)
+    last = Agreement(store, 1, 3)
+    thread = threading.Thread(target=last.arrive_at_end, args=(12,), daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert not thread.is_alive(), "it waits for what was deleted"
+    assert last.wait_roster(12, LONG_S) == Roster(frozenset(), frozenset())
+
+
 def end(agreements: list[Agreement]) -> Roster:
     """All ranks go to the end of the iteration; returns the roster, which all have seen."""
     agreements[0].interrupt(record(0))
