@@ -18,13 +18,13 @@ import contextlib
 import gc
 import logging
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+from inprocess.ipc.suspension import Silence
 from inprocess.process_state import causes_of
 
 __all__ = ["TornLock", "release_logging_locks", "release_torn_locks", "used_locks"]
@@ -133,8 +133,9 @@ def _release_own(lock: Any) -> int:
 def _release_plain(lock: Any) -> bool:
     if not isinstance(lock, _LOCK) or not lock.locked():
         return False
-    deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
+    waited = Silence(_PATIENCE_S)  # a suspension of this process suspends the thread that holds it, too
+    while waited.seconds() < _PATIENCE_S:
+        waited.expect(_SLICE_S)
         if lock.acquire(timeout=_SLICE_S):
             lock.release()
             return False

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import queue
+import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -237,6 +240,43 @@ def test_the_lock_that_a_thread_object_of_the_program_holds_is_left_alone() -> N
     finally:
         background.over.set()
         background.join()
+
+
+def test_a_lock_that_another_thread_holds_during_a_suspension_is_left_alone() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        items: queue.Queue[int] = queue.Queue()
+        entered, errors = threading.Event(), []
+
+        def hold() -> None:
+            try:
+                with items.mutex:
+                    entered.set()
+                    last = time.monotonic()
+                    while time.monotonic() - last < 1.0:  # until the process has been suspended
+                        last = time.monotonic()
+                        time.sleep(0.01)
+                    time.sleep(0.2)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        def function() -> None:
+            _ = items
+            raise ValueError("fault")
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        entered.wait(60)
+        with pytest.raises(ValueError, match="fault") as raised:
+            function()
+        locks = used_locks(raised.value)
+        pid = os.getpid()
+        suspends = subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {pid}; sleep 3; kill -CONT {pid}"])
+        released = release_torn_locks(locks)
+        thread.join()
+        suspends.wait(60)
+        return released, errors
+
+    assert rank_values(main, 1) == [([], [])]
 
 
 class _Unbound:
