@@ -70,8 +70,8 @@ class OldThreads:
             while thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
                 thread.join(min(left_s, 0.01))
         left = [thread for thread in left if thread.is_alive()]
-        self._old = {thread: number for thread, number in self._old.items() if thread.is_alive()}
-        self._old.update(dict.fromkeys(left, iteration))
+        alive = {thread: number for thread, number in self._old.items() if thread.is_alive()}
+        self._old = {**alive, **dict.fromkeys(left, iteration)}  # a new one: other threads may be reading it
         if self._old:
             self._close_entrances()
         return [f"{thread.name!r} ({_function_of(thread)})" for thread in left]
