@@ -242,9 +242,12 @@ class Agreement:
 
     def _answered_by(self, ranks: Sequence[int]) -> set[int]:
         """Return those of the ranks that answered the last call themselves."""
-        identities = self.store.multi_get([f"initial_rank/{rank}" for rank in ranks])
+        keys = {rank: f"initial_rank/{rank}" for rank in ranks}
+        if not self.store.check(list(keys.values())):  # a rank hangs before it has published itself
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        identities = self.store.multi_get(list(keys.values())) if keys else []
         answered = self.store.members(_AT_LAST_CALL) - self.store.members(_DEPARTED)
-        return {rank for rank, identity in zip(ranks, identities, strict=True) if identity.decode() in answered}
+        return {rank for rank, identity in zip(keys, identities, strict=True) if identity.decode() in answered}
 
     def _lines_of(self, key: str) -> list[str]:
         return (self._peek(key) or b"").decode().splitlines()

@@ -18,6 +18,7 @@ import pytest
 from inprocess.absent import AbsentRanks, silent_note
 from inprocess.agreement import Agreement, IterationOutcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.blame import Position
 from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
@@ -609,6 +610,18 @@ def test_one_rank_of_those_who_waited_long_enough_decides_the_reason(open_store:
     assert told.detail == "where"
     assert agreements[0].store.get("reason/2") == b"10"
     assert agreements[1].last_call(11, 0.0) == (told,)
+
+
+def test_a_hang_before_a_rank_has_published_itself(open_store: Open) -> None:
+    agreements = [Agreement(open_store(0), 0, 3) for _ in range(3)]
+    for rank in (0, 1):
+        agreements[rank].publish_rank(10 + rank, rank)
+    agreements[0].interrupt(record(2, Interruption.SOFT_TIMEOUT))
+    agreements[0].report_position(Position(0, waits=False, function="a.py in f", line="a.py:1 in f"), "")
+    reasons: Queue[Any] = Queue()
+    thread = threading.Thread(target=lambda: reasons.put(agreements[0].last_call(10, 0.1)), daemon=True)
+    thread.start()
+    assert reasons.get(timeout=LONG_S) == (record(2, Interruption.SOFT_TIMEOUT),)
 
 
 def test_a_rank_is_told_that_it_hangs(open_store: Open) -> None:
