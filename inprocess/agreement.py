@@ -25,6 +25,7 @@ Used by the rank and by its monitor process; every method may be called from any
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import time
@@ -241,9 +242,12 @@ class Agreement:
 
     def _answered_by(self, ranks: Sequence[int]) -> set[int]:
         """Return those of the ranks that answered the last call themselves."""
-        identities = self.store.multi_get([f"initial_rank/{rank}" for rank in ranks])
+        keys = {rank: f"initial_rank/{rank}" for rank in ranks}
+        if not self.store.check(list(keys.values())):  # a rank hangs before it has published itself
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        identities = self.store.multi_get(list(keys.values())) if keys else []
         answered = self.store.members(_AT_LAST_CALL) - self.store.members(_DEPARTED)
-        return {rank for rank, identity in zip(ranks, identities, strict=True) if identity.decode() in answered}
+        return {rank for rank, identity in zip(keys, identities, strict=True) if identity.decode() in answered}
 
     def _lines_of(self, key: str) -> list[str]:
         return (self._peek(key) or b"").decode().splitlines()
@@ -372,8 +376,10 @@ class Agreement:
         reported = {kind: int(self._peek(_progress_key(kind)) or 0) for kind in (STEP, PINGS)}
         progress = {kind: number for kind, number in reported.items() if number > 0}
         # Of the iteration before: its keys are deleted at the beginning of the one after this.
-        key, store = f"{self.iteration - 1}/{_ROSTER}", self.store.base_store
-        before = Roster.from_text(store.get(key)).faults if store.check([key]) else FaultHistory()
+        key, store, before = f"{self.iteration - 1}/{_ROSTER}", self.store.base_store, FaultHistory()
+        if store.check([key]):
+            with contextlib.suppress(StoreTimeoutError):  # deleted just now: the others have written the roster
+                before = Roster.from_text(store.get_within(key, timedelta(0))).faults
         if not has_fault:
             return before
         return before.after(fault_names(self.find_reason()), progress, time.time())
@@ -466,7 +472,11 @@ class Agreement:
             if str(initial_rank) == min(waiting, key=int, default=""):  # of many ranks that wait, one looks
                 ranks = range(self.world_size or 0)
                 absent = [rank for rank in ranks if str(self.identity_of(rank)) not in arrived]
-                on_late(absent, waited_s)
+                try:
+                    on_late(absent, waited_s)
+                except StaleViewError:  # those that were absent have just come, and the job goes on
+                    if not self.store.check([key]):
+                        raise
 
 
 def depart(

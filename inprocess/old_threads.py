@@ -70,8 +70,8 @@ class OldThreads:
             while thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
                 thread.join(min(left_s, 0.01))
         left = [thread for thread in left if thread.is_alive()]
-        self._old = {thread: number for thread, number in self._old.items() if thread.is_alive()}
-        self._old.update(dict.fromkeys(left, iteration))
+        alive = {thread: number for thread, number in self._old.items() if thread.is_alive()}
+        self._old = {**alive, **dict.fromkeys(left, iteration)}  # a new one: other threads may be reading it
         if self._old:
             self._close_entrances()
         return [f"{thread.name!r} ({_function_of(thread)})" for thread in left]
@@ -81,10 +81,12 @@ class OldThreads:
         self._changed.close()
 
     def _is_of_iteration(self, thread: threading.Thread) -> bool:
-        """Return whether the iteration has started the thread, and not a library in C, or this package."""
+        """Return whether the iteration has started the thread, and not this package, or a library that keeps it."""
         if thread in self._before or thread is threading.current_thread():
             return False
-        return not (isinstance(thread, JoinableThread | threading._DummyThread) or thread.name.startswith(_OWN_NAMES))
+        if isinstance(thread, JoinableThread | threading._DummyThread) or thread.name.startswith(_OWN_NAMES):
+            return False
+        return not _function_of(thread).startswith(_HARMLESS)
 
     # -- what torch calls ----------------------------------------------------------------------------------------------
 

@@ -14,16 +14,17 @@ A plain `Lock` does not know its owner, and another thread may hold it for long.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+from inprocess.ipc.suspension import Silence
 from inprocess.process_state import causes_of
 
 __all__ = ["TornLock", "release_logging_locks", "release_torn_locks", "used_locks"]
@@ -81,27 +82,31 @@ def _objects_of(frame: FrameType) -> Iterator[Any]:
     """
     named = [frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals]
     for value in (*gc.get_referents(frame), *named):
-        if isinstance(value, ModuleType | type | FunctionType | CodeType | dict):
+        kind = type(value)  # `isinstance` would ask the object, which may be a proxy of one that is dead
+        if issubclass(kind, ModuleType | type | FunctionType | CodeType | dict):
             continue
         yield value
-        if type(value).__name__ == "cell":  # a variable of the function around it
+        if kind.__name__ == "cell":  # a variable of the function around it
             yield from gc.get_referents(value)
             continue
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
+        attributes: Any = None
+        with contextlib.suppress(Exception):  # a proxy's may be computed, and fail
+            attributes = object.__getattribute__(value, "__dict__")
+        if type(attributes) is dict:
             yield from list(attributes.values())
 
 
 def _locks_of(value: Any, is_inner: bool = False) -> Iterator[TornLock]:
     """Return the lock, or the locks in an object of the standard library.
 
-    A `Condition` of the program may have a plain lock of the program, which another thread may hold for long.
+    A `Condition` of the program may have a plain lock of the program, which another thread may hold for long. So may a
+    thread: that of the library has no inner locks.
     """
     kind = type(value)
     owner = f"{kind.__module__}.{kind.__qualname__}"
     if kind is _RLOCK:
         yield TornLock(owner, value)
-    if not any(base.__module__ in _LIBRARIES for base in kind.__mro__):
+    if issubclass(kind, threading.Thread) or not any(base.__module__ in _LIBRARIES for base in kind.__mro__):
         return
     attributes = vars(value)
     if "_semlock" in attributes:
@@ -128,8 +133,9 @@ def _release_own(lock: Any) -> int:
 def _release_plain(lock: Any) -> bool:
     if not isinstance(lock, _LOCK) or not lock.locked():
         return False
-    deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
+    waited = Silence(_PATIENCE_S)  # a suspension of this process suspends the thread that holds it, too
+    while waited.seconds() < _PATIENCE_S:
+        waited.expect(_SLICE_S)
         if lock.acquire(timeout=_SLICE_S):
             lock.release()
             return False

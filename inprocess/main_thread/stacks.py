@@ -100,14 +100,17 @@ class StackReporter:
 
 
 def own_stacks() -> str:
-    """Return the stacks of all threads of this process, that of the main thread first, newest frame last."""
+    """Return the stacks of all threads of this process, that of the main thread first, newest frame last.
+
+    Characters that UTF-8 does not have, as in names of files that are not text, are escaped.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     parts = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda found: found[0] != main):
         name = names.get(ident, f"0x{ident:x}, not of Python")
         parts.append(f"Thread {name}:\n{''.join(traceback.format_stack(frame))}")
-    return "\n".join(parts)
+    return "\n".join(parts).encode(errors="backslashreplace").decode()
 
 
 def read_stacks(pid: int, signal_number: int, fd: int, timeout_s: float) -> str:

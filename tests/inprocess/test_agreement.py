@@ -18,6 +18,7 @@ import pytest
 from inprocess.absent import AbsentRanks, silent_note
 from inprocess.agreement import Agreement, IterationOutcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.blame import Position
 from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
@@ -218,6 +219,20 @@ def test_at_the_end_of_an_iteration_progress_is_not_waited_for_indefinitely(open
     assert time.monotonic() - began > 1.0
 
 
+def test_who_was_absent_comes_while_it_is_given_up(open_store: Open) -> None:
+    agreements = three(open_store)
+    agreements[0].interrupt(record(0))
+    _beats(agreements[0], {2: 9.0})
+    agreements[1].arrive_at_end(11)
+
+    def come() -> None:
+        assert agreements[2].wait_roster(12, LONG_S) == Roster(frozenset(), frozenset())
+
+    slow = Agreement(Interrupted(open_store(0), "append", "records", come), 0, 3)
+    absent = AbsentRanks(slow, "barrier_timeout", 0.1, soft_s=8.0, most=10)
+    assert slow.wait_roster(10, 0.1, CHUNK_S, absent.look) == Roster(frozenset(), frozenset())
+
+
 def test_spares_learn_that_somebody_is_done(open_store: Open, pool: ThreadPoolExecutor) -> None:
     agreements = three(open_store)
     assert agreements[0].wait_done(0.05) is False
@@ -352,6 +367,29 @@ def test_another_one_closes_the_roster_and_goes_on_meanwhile(open_store: Open) -
     store = Interrupted(open_store(0), "compare_set", "roster", lambda: agreements[1].wait_roster(11, LONG_S))
     last = Agreement(store, 0, 3)
     last.arrive_at_end(12)
+    assert last.wait_roster(12, LONG_S) == Roster(frozenset(), frozenset())
+
+
+def test_the_roster_before_is_deleted_while_the_last_one_reads_it(open_store: Open) -> None:
+    end(three(open_store))
+    agreements = [Agreement(open_store(1), 1, 3) for _ in range(3)]
+    for rank, agreement in enumerate(agreements):
+        agreement.publish_rank(10 + rank, rank)
+    agreements[0].interrupt(record(0))
+    for rank in (0, 1):
+        agreements[rank].arrive_at_end(10 + rank)
+
+    def go_on() -> None:
+        agreements[1].wait_roster(11, LONG_S)
+        open_store(0).clear()  # as rank 0 does at the beginning of the next iteration
+
+    store = Interrupted(open_store(1), "none", "", lambda: None)
+    store.base_store = Interrupted(store.base_store, "get_within", "0/roster", go_on)
+    last = Agreement(store, 1, 3)
+    thread = threading.Thread(target=last.arrive_at_end, args=(12,), daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert not thread.is_alive(), "it waits for what was deleted"
     assert last.wait_roster(12, LONG_S) == Roster(frozenset(), frozenset())
 
 
@@ -572,6 +610,18 @@ def test_one_rank_of_those_who_waited_long_enough_decides_the_reason(open_store:
     assert told.detail == "where"
     assert agreements[0].store.get("reason/2") == b"10"
     assert agreements[1].last_call(11, 0.0) == (told,)
+
+
+def test_a_hang_before_a_rank_has_published_itself(open_store: Open) -> None:
+    agreements = [Agreement(open_store(0), 0, 3) for _ in range(3)]
+    for rank in (0, 1):
+        agreements[rank].publish_rank(10 + rank, rank)
+    agreements[0].interrupt(record(2, Interruption.SOFT_TIMEOUT))
+    agreements[0].report_position(Position(0, waits=False, function="a.py in f", line="a.py:1 in f"), "")
+    reasons: Queue[Any] = Queue()
+    thread = threading.Thread(target=lambda: reasons.put(agreements[0].last_call(10, 0.1)), daemon=True)
+    thread.start()
+    assert reasons.get(timeout=LONG_S) == (record(2, Interruption.SOFT_TIMEOUT),)
 
 
 def test_a_rank_is_told_that_it_hangs(open_store: Open) -> None:

@@ -137,10 +137,20 @@ def test_threads_that_end_with_the_function_are_not_named() -> None:
         before = threading.Event()
         threading.Thread(target=before.wait, args=(_LONG_S,), name="of before", daemon=True).start()
 
+        class Monitor(threading.Thread):
+            """As tqdm starts one with the first bar."""
+
+            def run(self) -> None:
+                before.wait(_LONG_S)
+
+        Monitor.run.__module__ = "tqdm._monitor"
+
         @Wrapper(**SHORT)
         def train(call: CallWrapper | None = None) -> None:
             assert call is not None
             over = threading.Event()
+            if call.iteration == 0:
+                Monitor(daemon=True).start()
             thread = threading.Thread(target=over.wait, args=(_LONG_S,))
             thread.start()
             try:
@@ -149,13 +159,6 @@ def test_threads_that_end_with_the_function_are_not_named() -> None:
             finally:
                 over.set()  # the thread ends a moment later
 
-        class Monitor(threading.Thread):
-            """As tqdm starts one with the first bar."""
-
-            def run(self) -> None:
-                before.wait(_LONG_S)
-
-        Monitor.run.__module__ = "tqdm._monitor"
         with logged() as lines:
             train()
         before.set()

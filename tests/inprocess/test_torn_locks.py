@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import queue
+import subprocess
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -205,9 +209,98 @@ def test_locks_that_another_thread_holds_are_left_alone(held: threading.Conditio
             thread.join()
 
 
+class _Background(threading.Thread):
+    """A thread of the program, with a lock of its own that it holds for long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self.entered, self.over = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        with self._lock:
+            self.entered.set()
+            self.over.wait(60)
+
+
+def test_the_lock_that_a_thread_object_of_the_program_holds_is_left_alone() -> None:
+    background = _Background()
+    background.start()
+    background.entered.wait(60)
+
+    def function() -> None:
+        _ = background
+        raise ValueError("fault")
+
+    try:
+        with pytest.raises(ValueError, match="fault") as raised:
+            function()
+        assert release_torn_locks(used_locks(raised.value)) == []
+        assert background._lock.locked()
+    finally:
+        background.over.set()
+        background.join()
+
+
+def test_a_lock_that_another_thread_holds_during_a_suspension_is_left_alone() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        items: queue.Queue[int] = queue.Queue()
+        entered, errors = threading.Event(), []
+
+        def hold() -> None:
+            try:
+                with items.mutex:
+                    entered.set()
+                    last = time.monotonic()
+                    while time.monotonic() - last < 1.0:  # until the process has been suspended
+                        last = time.monotonic()
+                        time.sleep(0.01)
+                    time.sleep(0.2)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        def function() -> None:
+            _ = items
+            raise ValueError("fault")
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        entered.wait(60)
+        with pytest.raises(ValueError, match="fault") as raised:
+            function()
+        locks = used_locks(raised.value)
+        pid = os.getpid()
+        suspends = subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {pid}; sleep 3; kill -CONT {pid}"])
+        released = release_torn_locks(locks)
+        thread.join()
+        suspends.wait(60)
+        return released, errors
+
+    assert rank_values(main, 1) == [([], [])]
+
+
+class _Unbound:
+    """As proxies of web frameworks are, outside of a request."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("there is no object behind this proxy")
+
+
+def test_proxies_without_an_object_behind_them_do_no_harm() -> None:
+    def function() -> None:
+        items: queue.Queue[int] = queue.Queue()
+        dead, unbound = weakref.proxy(_Holder()), _Unbound()
+        items.mutex.acquire()
+        raise ValueError("fault", type(dead), unbound)
+
+    with pytest.raises(ValueError, match="fault") as raised:
+        function()
+    assert release_torn_locks(used_locks(raised.value)) == ["queue.Queue"]
+
+
 def test_frames_do_not_keep_what_was_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     import traceback
-    import weakref
 
     class Large:
         pass

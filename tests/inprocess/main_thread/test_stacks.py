@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from inprocess.main_thread.signals import read_signal_sets
-from inprocess.main_thread.stacks import StackReporter, read_stacks
+from inprocess.main_thread.stacks import StackReporter, own_stacks, read_stacks
 from tests.support import LeakCheck
 
 _TIMEOUT_S = 20.0
@@ -324,3 +324,15 @@ def _wait_stopped(pid: int) -> None:
     while (sets := read_signal_sets(pid)) is None or not sets.stopped:
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def test_own_stacks_can_be_written_whatever_threads_are_called() -> None:
+    """The thread that reports them must not fail: it is the one that brings the main thread out of a hang."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, args=(_TIMEOUT_S,), name="reader of caf\udce9.bin")
+    thread.start()
+    try:
+        assert b"reader of caf\\udce9.bin" in own_stacks().encode()
+    finally:
+        over.set()
+        thread.join()
