@@ -143,9 +143,9 @@ class CallWrapper(Uncopied):
     def __init__(self, wrapper: Wrapper) -> None:
         require_main_thread()
         require_no_process_group()
-        open_call()
         self.wrapper = wrapper
         self.state = State.from_env()
+        open_call()
         ranks_of_environment().export_local()
         self._newcomer = newcomer_from_environment()
         if self._newcomer is not None:

@@ -516,6 +516,8 @@ def test_two_hundred_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) 
                 checkpointer.async_save(state, step)
                 checkpointer.maybe_finalize()
             checkpointer.maybe_finalize(blocking=True)
+            removed = tmp_path / ".abandoned"
+            wait_until(lambda: not any(removed.iterdir()), "removed steps, which the writer deletes beside saves")
             gc.collect()
             return own.memory_info().rss, ask(checkpointer.queue, functions.report_state)
 
