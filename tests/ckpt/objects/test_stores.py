@@ -1,10 +1,12 @@
 """What every store guarantees: one suite for all backends. A new one is a parameter here and in `test_conformance`."""
 
 import os
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import ckpt
 from ckpt.errors import StorageError
 from ckpt.storage import stores
 from ckpt.storage.options import StorageOptions
+from ckpt.storage.stores import sftp
 from ckpt.storage.stores.directory import DirectoryStore
 from ckpt.storage.stores.interface import Store, StoreClock, check_create, is_denied
 from ckpt.storage.stores.opening import open_store
@@ -223,6 +226,60 @@ def test_a_server_that_is_not_known_is_refused(sftp_server: SftpServer, tmp_path
         store.put("a", b"x")
     with pytest.raises(StorageError, match="SFTP has no option 'region'"):
         open_store(sftp_server.url(tmp_path), StorageOptions.of({"region": "x"}, 1.0))
+
+
+@pytest.mark.parametrize("wrong", ["known_hosts", "absent known_hosts", "private_key", "absent private_key"])
+def test_a_refused_connection_is_not_tried_again(sftp_server: SftpServer, tmp_path: Path, wrong: str) -> None:
+    """And is closed: a server admits few connections that are not authenticated, which are also those of others."""
+    option = wrong.rpartition(" ")[2]
+    if "absent" not in wrong:
+        (tmp_path / "file").touch()
+    if wrong == "private_key":
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"]
+        subprocess.run(command, check=True)
+        (tmp_path / "key").rename(tmp_path / "file")
+    options = sftp_server.options | {option: str(tmp_path / "file")}
+    store = open_store(sftp_server.url(tmp_path / "store"), StorageOptions.of(options, 60.0))
+    begin, threads = time.monotonic(), threading.enumerate()
+    with pytest.raises(StorageError, match="check username, private_key and known_hosts") as raised:
+        store.put("a", b"x")
+    assert time.monotonic() - begin < 40
+    assert wrong != "known_hosts" or "is not in known_hosts" in str(raised.value)
+    left = [each for each in threading.enumerate() if each not in threads]
+    for each in left:
+        each.join(20)
+    assert not any(each.is_alive() for each in left), left
+
+
+def test_a_server_that_is_stopped(sftp_server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections and data, and never answers."""
+    monkeypatch.setattr(sftp, "_LEAST_REQUEST_S", 1.0)
+    store = open_store(sftp_server.url(tmp_path / "store"), StorageOptions.of(sftp_server.options, 0.5))
+    for wait_for_a_request in (True, False):
+        store.put("a", b"x")
+        if not wait_for_a_request:
+            store._idle.clear()  # type: ignore[attr-defined]  # so that the next one needs a new channel
+        monkeypatch.setattr(sftp, "_CONNECT_S", 1.0)
+        with sftp_server.stopped(), ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(store.get, "a", 100)
+            with pytest.raises(StorageError, match="until the timeout"):
+                reading.result(40)
+        monkeypatch.setattr(sftp, "_CONNECT_S", 30.0)
+        assert store.get("a", 100) == b"x"
+
+
+def test_a_request_that_is_interrupted_leaves_no_channel(sftp_server: SftpServer, tmp_path: Path) -> None:
+    store = open_store(sftp_server.url(tmp_path / "store"), StorageOptions.of(sftp_server.options, 30.0))
+    store.put("a", b"x")
+
+    def interrupted(channel: Any) -> None:
+        channel._async_request(type(None), 7, b"/")  # LSTAT
+        channel.sock.recv(3)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store._ask("look at", "a", interrupted)  # type: ignore[attr-defined]
+    assert store.get("a", 100) == b"x"
 
 
 def test_a_job_on_an_ssh_server(sftp_server: SftpServer, tmp_path: Path) -> None:
