@@ -18,6 +18,7 @@ from ckpt.storage.options import StorageOptions
 from ckpt.storage.stores import sftp
 from ckpt.storage.stores.directory import DirectoryStore
 from ckpt.storage.stores.interface import Store, StoreClock, check_create, is_denied
+from ckpt.storage.stores.memory import MemoryStore
 from ckpt.storage.stores.opening import open_store
 from tests.support.sftp_server import SftpServer
 
@@ -202,6 +203,20 @@ def test_the_clock_of_a_store_that_has_none() -> None:
     store = open_store("memory:///clock", StorageOptions())
     assert abs(StoreClock().now(store) - time.time()) < 5
     assert _keys(store) == []
+
+
+def test_a_put_that_took_long_puts_no_clock_forward() -> None:
+    """By a clock that is ahead, live processes of other hosts would seem to be dead."""
+
+    class Slow(MemoryStore):
+        def put(self, key: str, data: bytes | memoryview) -> None:
+            time.sleep(1)  # as while requests are repeated
+            super().put(key, data)
+
+    clock, store = StoreClock(), Slow("memory:///slow")
+    clock.now(store)
+    before = clock.now(store)
+    assert before <= time.time()
 
 
 # -- SSH servers -------------------------------------------------------------------------------------------------------
