@@ -150,7 +150,8 @@ class SftpStore(Store):
         self._ask("delete", keys[0] if keys else "", delete)
         if time.monotonic() - self._swept > _SWEEP_S:
             self._swept = time.monotonic()
-            self.sweep()
+            with contextlib.suppress(StorageError):  # the keys are deleted
+                self.sweep()
 
     def now(self) -> float:
         """See `Store.now`."""

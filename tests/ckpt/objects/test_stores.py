@@ -219,6 +219,14 @@ def test_a_put_that_took_long_puts_no_clock_forward() -> None:
     assert before <= time.time()
 
 
+def test_an_empty_credential_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs set variables to nothing. Each text has that between its characters, where a secret would be hidden."""
+    pytest.importorskip("obstore", reason="needs obstore")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "")
+    with pytest.raises(StorageError, match="'nonsense' is not valid"):
+        open_store("s3://bucket/run7", StorageOptions.of({"nonsense": "1"}, 1.0))
+
+
 # -- SSH servers -------------------------------------------------------------------------------------------------------
 
 
@@ -409,3 +417,21 @@ def test_files_of_dead_processes_are_deleted_after_an_hour(tmp_path: Path) -> No
     store.sweep()
     assert [path.name for path in left.iterdir()] == ["new"]
     assert _keys(store) == ["a/b"]
+
+
+def test_a_deletion_succeeds_whatever_dead_processes_have_left(tmp_path: Path) -> None:
+    store = DirectoryStore(str(tmp_path))
+    store.put("saves/s/packs/a", b"x")
+    store.put("saves/t/b", b"x")
+    (tmp_path / "saves/s/packs/.probe.0123456789abcdef.tmp").touch()  # as if in the middle of a list
+    old = time.time() - 7200
+    for name in ("a folder", "b file"):
+        (tmp_path / ".incomplete" / name).mkdir() if "folder" in name else (tmp_path / ".incomplete" / name).touch()
+        os.utime(tmp_path / ".incomplete" / name, (old, old))
+    store._swept = -1e9
+    store.delete(["saves/s/packs/a"])
+    assert [path.name for path in (tmp_path / ".incomplete").iterdir()] == ["a folder"]
+    assert [path.name for path in (tmp_path / "saves").iterdir()] == ["t"]
+    (tmp_path / "saves/t/.other").touch()
+    store.delete(["saves/t/b"])
+    assert [path.name for path in (tmp_path / "saves/t").iterdir()] == [".other"]
