@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.arguments import check_flag, check_mapping, whole_number
@@ -31,7 +31,7 @@ class Settings:
     node_local: str | None
     export: ExportOptions | None
     staging: Staging
-    storage_options: Mapping[str, Any] | None
+    storage_options: Mapping[str, Any] | None = field(repr=False)
     timeout_s: float
     read_only: bool
     process_group: ProcessGroup | None

@@ -154,6 +154,15 @@ def test_credentials_in_a_dict_for_a_mirror_are_not_shown(tmp_path: Path) -> Non
     assert "hunter2" not in str(raised.value)
 
 
+def test_credentials_are_in_no_text_of_a_part(tmp_path: Path) -> None:
+    """Programs that show the variables of a traceback print all of them."""
+    secret = {"secret_access_key": "hunter2"}
+    mirror = ckpt.Mirror(tmp_path / "mirror", storage_options=secret)
+    with ckpt.Checkpointer(tmp_path / "root", mirror=mirror, storage_options=secret) as checkpointer:
+        assert "hunter2" not in repr(checkpointer._parts)
+        assert "storage_options" not in repr(mirror)
+
+
 @pytest.mark.parametrize("case", _INVALID)
 def test_what_is_invalid_is_an_error_that_says_what_is_expected(case: str) -> None:
     make, kind, says = _INVALID[case]
