@@ -292,7 +292,7 @@ class SftpStore(Store):
     def _connected(self) -> Any:
         import paramiko
 
-        class Refusal(paramiko.MissingHostKeyPolicy):
+        class Refusal:  # a policy of paramiko for hosts that are not known
             def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
                 raise paramiko.AuthenticationException(f"the server {hostname} is not in known_hosts")
 
