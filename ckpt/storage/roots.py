@@ -80,9 +80,12 @@ def open_root(path: str | os.PathLike[str], options: StorageOptions | None = Non
 def own_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:
     """Return the root at a path or URL, as `open_root` does, for a job that saves or restores there.
 
-    StorageError also if it is a step, or inside of one: what is saved there would damage the step, and end with it.
+    StorageError also if it is a step, or inside of one: what is saved there would damage the step, and end with it; and
+    for the memory of a process: writers, which are others, would lose what they save.
     """
     where = absolute(path)
+    if where.startswith("memory://"):
+        raise StorageError(f"{where} is the memory of one process, and no root of a job; give a directory")
     if not is_object_url(path):
         own_directory(where, "a checkpoint root")
     elif (match := _IN_SAVE.fullmatch(where)) is not None:

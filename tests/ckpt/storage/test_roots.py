@@ -85,6 +85,13 @@ def test_a_server_that_cannot_be(server: str) -> None:
     assert absolute("sftp://me@host:65535/run7/") == "sftp://me@host:65535/run7"
 
 
+def test_the_memory_of_a_process_is_no_root_of_a_job(tmp_path: Path) -> None:
+    """Its writers are other processes: a save would seem to succeed, and be lost with them."""
+    for arguments in ({"root": "memory:///run7"}, {"root": tmp_path, "mirror": "memory:///run7"}):
+        with pytest.raises(ckpt.StorageError, match="memory of one process"):
+            ckpt.Checkpointer(**arguments)  # type: ignore[arg-type]
+
+
 def test_directories_that_look_a_little_like_steps_are_roots(tmp_path: Path) -> None:
     """Programs choose such names, and put files of the same names beside their checkpoints."""
     (tmp_path / "index.json").touch()
