@@ -274,21 +274,26 @@ def test_a_refused_connection_is_not_tried_again(sftp_server: SftpServer, tmp_pa
     assert not any(each.is_alive() for each in left), left
 
 
-def test_a_server_that_is_stopped(sftp_server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes connections and data, and never answers."""
-    monkeypatch.setattr(sftp, "_LEAST_REQUEST_S", 1.0)
-    store = open_store(sftp_server.url(tmp_path / "store"), StorageOptions.of(sftp_server.options, 0.5))
-    for wait_for_a_request in (True, False):
-        store.put("a", b"x")
-        if not wait_for_a_request:
-            store._idle.clear()  # type: ignore[attr-defined]  # so that the next one needs a new channel
-        monkeypatch.setattr(sftp, "_CONNECT_S", 1.0)
-        with sftp_server.stopped(), ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(store.get, "a", 100)
-            with pytest.raises(StorageError, match="until the timeout"):
-                reading.result(40)
-        monkeypatch.setattr(sftp, "_CONNECT_S", 30.0)
-        assert store.get("a", 100) == b"x"
+@pytest.mark.parametrize("has_channel", [True, False])
+def test_a_server_that_is_stopped(
+    sftp_server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_channel: bool
+) -> None:
+    """It takes connections and data, and never answers: neither a request, nor one for another channel."""
+    options = StorageOptions.of(sftp_server.options, 30.0)
+    store = sftp.open_sftp(sftp_server.url(tmp_path / "store"), options)
+    store.put("a", b"x")
+    with monkeypatch.context() as patch, sftp_server.stopped(), ThreadPoolExecutor(1) as pool:
+        patch.setattr(sftp, "_CONNECT_S", 1.0)
+        patch.setattr(store, "_timeout_s", 0.5)
+        patch.setattr(store, "_request_s", 1.0)
+        for channel in store._idle:
+            channel.get_channel().settimeout(1.0)
+        if not has_channel:
+            store._idle.clear()
+        reading = pool.submit(store.get, "a", 100)
+        with pytest.raises(StorageError, match="until the timeout"):
+            reading.result(40)
+    assert store.get("a", 100) == b"x"
 
 
 def test_a_request_that_is_interrupted_leaves_no_channel(sftp_server: SftpServer, tmp_path: Path) -> None:
