@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["check_choice", "check_flag", "check_number", "duration", "in_seconds", "whole_number"]
+__all__ = ["check_choice", "check_flag", "check_mapping", "check_number", "duration", "in_seconds", "whole_number"]
 
 
 def duration(name: str, value: Any, *, or_zero: bool = False) -> timedelta:
     """Return a timedelta, or a number of seconds, as a timedelta. It must be positive, or zero with `or_zero`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be a finite duration, not {value!r} seconds")
-        given, value = value, timedelta(seconds=value)
+        try:
+            given, value = value, timedelta(seconds=value)
+        except (OverflowError, ValueError):  # also of what is too long
+            raise ValueError(f"{name} must be a finite duration, not {value!r} seconds") from None
         if given > 0 and not value:
             value = timedelta.resolution  # a timedelta has whole microseconds; zero would mean something else
     if not isinstance(value, timedelta):
@@ -51,6 +53,15 @@ def check_flag(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {_shown(value)}")
+
+
+def check_mapping(name: str, value: Any) -> None:
+    """Raise TypeError unless `value`, options of a storage, is None or a mapping."""
+    if value is not None and not isinstance(value, Mapping):
+        # Not the value: storage options have credentials, which get into no log.
+        raise TypeError(
+            f"{name} must be a dict, such as {{'endpoint': 'http://host:9000'}}, not a {type(value).__name__}"
+        )
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -116,6 +116,9 @@ class Checkpointer(Uncopied):
         rank that has them; for the latter two differences are logged (see docs/guide.md).
         """
         warn_if_portable()
+        if not isinstance(node_local, str | os.PathLike | None):
+            kind = type(node_local).__name__
+            raise TypeError(f"node_local must be a directory, not {node_local!r:.80} ({kind})")
         node_path = None if node_local is None else own_directory(local_path(node_local), "a directory for pack files")
         settings = Settings(
             keep=keep_policy(keep),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt.arguments import check_flag, whole_number
+from ckpt.arguments import check_flag, check_mapping, whole_number
 from ckpt.async_calls import AsyncCallsQueue
 from ckpt.exporting.options import ExportOptions
 from ckpt.mirroring.options import Mirror
@@ -31,7 +31,7 @@ class Settings:
     node_local: str | None
     export: ExportOptions | None
     staging: Staging
-    storage_options: Mapping[str, Any] | None
+    storage_options: Mapping[str, Any] | None = field(repr=False)
     timeout_s: float
     read_only: bool
     process_group: ProcessGroup | None
@@ -44,12 +44,11 @@ class Settings:
             whole_number("save_every", self.save_every, unit="steps")
         for name, value, kind, example in (
             ("export", self.export, ExportOptions, "ckpt.ExportOptions(directory, every=1000)"),
-            ("storage_options", self.storage_options, Mapping, "a dict, such as {'endpoint': 'http://host:9000'}"),
             ("queue", self.queue, AsyncCallsQueue, "a ckpt.AsyncCallsQueue"),
         ):
             if value is not None and not isinstance(value, kind):
-                # Not the value: storage options have credentials, which get into no log.
                 raise TypeError(f"{name} must be {example}, not a {type(value).__name__}")
+        check_mapping("storage_options", self.storage_options)
         if self.node_local is not None and (self.mirror is None or self.export is not None):
             raise ValueError(
                 "node_local keeps each rank's files on its node alone: it needs a mirror, from which they are read on "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from ckpt.arguments import check_number, duration, whole_number
+from ckpt.arguments import check_mapping, check_number, duration, whole_number
 from ckpt.saving.retention import Keep, keep_policy
 
 __all__ = ["Mirror"]
@@ -48,6 +48,7 @@ class Mirror:
         object.__setattr__(self, "keep", keep_policy(self.keep, "Mirror: keep"))
         if self.bandwidth is not None:
             check_number("Mirror: bandwidth", self.bandwidth, "bytes per second")
+        check_mapping("Mirror: storage_options", self.storage_options)
         close_timeout = duration("Mirror: close_timeout", self.close_timeout, or_zero=True)
         object.__setattr__(self, "close_timeout", close_timeout)
 
@@ -59,6 +60,7 @@ class Mirror:
         if isinstance(given, str | os.PathLike):
             return cls(given)
         raise TypeError(
-            "mirror must be a directory, a URL such as 's3://bucket/run7', or ckpt.Mirror(...), not "
-            f"{given!r:.80} ({type(given).__name__})"
+            # Not the value: a dict of arguments may have credentials, which get into no log.
+            "mirror must be a directory, a URL such as 's3://bucket/run7', or ckpt.Mirror(...), not a "
+            f"{type(given).__name__}"
         )

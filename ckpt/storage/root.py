@@ -81,7 +81,8 @@ def local_path(path: str | os.PathLike[str]) -> str:
     if url.scheme == "file" and ("?" in text or "#" in text):
         raise StorageError(f"{text}: in a file:// URL, write %3F for '?' and %23 for '#', or give the path")
     if url.scheme != "file" or url.netloc not in ("", "localhost"):
-        raise StorageError(f"{text}: a root is a local path, or a file://, s3://, gs:// or az:// URL")
+        place = text.rpartition("@")[2] if url.scheme == "file" else f"{url.scheme}://..."  # no password
+        raise StorageError(f"{place}: a root is a local path, or a file://, s3://, gs://, az:// or sftp:// URL")
     return os.path.abspath(urllib.parse.unquote(url.path))
 
 

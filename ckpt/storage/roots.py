@@ -17,7 +17,8 @@ _TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "directory://", "memory://", "sftp://")
 _SAME_SCHEMES = (("s3a://", "s3://"), ("azure://", "az://"))
 _BUCKET = re.compile(r"[A-Za-z0-9._-]*")
-_SERVER = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+(:\d+)?")
+_SERVER = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+(:(?P<port>\d{1,5}))?")
+_PASSWORD = re.compile(r"(?<=://)(?P<user>[^/:@]*):(?!\d+(/|$)).*@")  # which may have slashes; not a port
 _IN_SAVE = re.compile(r"(?P<root>.*?)/saves/step_\d{8,18}-o\d+-[0-9a-f]{16}(/.*)?")
 
 
@@ -41,6 +42,8 @@ def _checked_url(url: str) -> str:
     """
     for scheme, same in _SAME_SCHEMES:
         url = same + url.removeprefix(scheme) if url.startswith(scheme) else url
+    if (shown := _PASSWORD.sub(r"\g<user>:***@", url)) != url:
+        raise StorageError(f"{shown}: the URL of a root has no password; give it in storage_options")
     scheme, _, place = url.rstrip("/").partition("://")
     bucket, *names = place.split("/")
     found = sorted({character for character in place if character in "#?%\\" or not character.isprintable()})
@@ -49,15 +52,17 @@ def _checked_url(url: str) -> str:
     if scheme == "directory" and bucket:
         raise StorageError(f"{url}: give the absolute path, directory:///{place}")
     if place != place.strip() or any(name in ("", ".", "..") for name in names) or not _is_place(scheme, bucket):
-        raise StorageError(
-            f"{url}: the URL of a root is SCHEME://BUCKET/PREFIX, without empty parts, '.', '..' or spaces around it"
-        )
+        form = "sftp://USER@HOST:PORT/PATH" if scheme == "sftp" else "SCHEME://BUCKET/PREFIX"
+        raise StorageError(f"{url}: the URL of a root is {form}, without empty parts, '.', '..' or spaces around it")
     return f"{scheme}://{place}"
 
 
 def _is_place(scheme: str, name: str) -> bool:
     """Return whether a name is one of a bucket, or of a server."""
-    return (_SERVER if scheme == "sftp" else _BUCKET).fullmatch(name) is not None
+    if scheme != "sftp":
+        return _BUCKET.fullmatch(name) is not None
+    match = _SERVER.fullmatch(name)
+    return match is not None and 1 <= int(match["port"] or 22) <= 65535
 
 
 def open_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:
@@ -67,7 +72,7 @@ def open_root(path: str | os.PathLike[str], options: StorageOptions | None = Non
     """
     if not is_object_url(path):
         return CheckpointRoot(local_path(path))
-    from ckpt.storage.store_root import store_root  # needs obstore
+    from ckpt.storage.store_root import store_root
 
     return store_root(absolute(path), options or StorageOptions.of(None, _TIMEOUT_S))
 
@@ -75,9 +80,12 @@ def open_root(path: str | os.PathLike[str], options: StorageOptions | None = Non
 def own_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:
     """Return the root at a path or URL, as `open_root` does, for a job that saves or restores there.
 
-    StorageError also if it is a step, or inside of one: what is saved there would damage the step, and end with it.
+    StorageError also if it is a step, or inside of one: what is saved there would damage the step, and end with it; and
+    for the memory of a process: writers, which are others, would lose what they save.
     """
     where = absolute(path)
+    if where.startswith("memory://"):
+        raise StorageError(f"{where} is the memory of one process, and no root of a job; give a directory")
     if not is_object_url(path):
         own_directory(where, "a checkpoint root")
     elif (match := _IN_SAVE.fullmatch(where)) is not None:

@@ -99,6 +99,8 @@ _INVALID: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "timeout True": (_checkpointer(timeout=True), TypeError, "timeout must be a number of seconds or a timedelta"),
     "timeout 0": (_checkpointer(timeout=0), ValueError, "timeout must be positive"),
     "timeout nan": (_checkpointer(timeout=float("nan")), ValueError, "timeout must be a finite duration"),
+    "timeout long": (_checkpointer(timeout=1e17), ValueError, "timeout must be a finite duration, not 1e+17 seconds"),
+    "node_local": (_checkpointer(node_local=5), TypeError, "node_local must be a directory, not 5 (int)"),
     "keep": (_checkpointer(keep="3"), TypeError, "keep must be a number of steps, such as 3, or a policy"),
     "keep True": (_checkpointer(keep=True), TypeError, "keep must be a number of steps, such as 3, or a policy"),
     "keep 0": (_checkpointer(keep=0), ValueError, "keep must be a whole number of steps of at least 1, not 0"),
@@ -135,10 +137,30 @@ _INVALID: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "a whole number of bytes of at least 1, not 1",
     ),  # type: ignore[arg-type]
     "Mirror.root": (lambda: ckpt.Mirror(None), TypeError, "Mirror: root must be a directory or a URL, not None"),  # type: ignore[arg-type]
+    "Mirror.storage_options": (
+        lambda: ckpt.Mirror("m", storage_options=["key"]),
+        TypeError,
+        "Mirror: storage_options must be a dict, such as {'endpoint': 'http://host:9000'}, not a list",
+    ),  # type: ignore[arg-type]
     "Mirror.every": (lambda: ckpt.Mirror("m", every=0), ValueError, "Mirror: every must be a whole number of saves"),
     "Mirror.keep": (lambda: ckpt.Mirror("m", keep="3"), TypeError, "Mirror: keep must be a number of steps"),  # type: ignore[arg-type]
     "ExportOptions": (lambda: ckpt.ExportOptions(3, 1), TypeError, "ExportOptions: directory must be a path, not 3"),  # type: ignore[arg-type]
 }
+
+
+def test_credentials_in_a_dict_for_a_mirror_are_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"ckpt\.Mirror\(\.\.\.\), not a dict") as raised:
+        ckpt.Checkpointer(tmp_path, mirror={"root": "s3://b/x", "storage_options": {"secret": "hunter2"}})  # type: ignore[arg-type]
+    assert "hunter2" not in str(raised.value)
+
+
+def test_credentials_are_in_no_text_of_a_part(tmp_path: Path) -> None:
+    """Programs that show the variables of a traceback print all of them."""
+    secret = {"secret_access_key": "hunter2"}
+    mirror = ckpt.Mirror(tmp_path / "mirror", storage_options=secret)
+    with ckpt.Checkpointer(tmp_path / "root", mirror=mirror, storage_options=secret) as checkpointer:
+        assert "hunter2" not in repr(checkpointer._parts)
+        assert "storage_options" not in repr(mirror)
 
 
 @pytest.mark.parametrize("case", _INVALID)

@@ -1,11 +1,13 @@
 """A real SSH server on loopback, with SFTP: OpenSSH's sshd, which admits one key and is known by another."""
 
+import contextlib
 import getpass
 import os
 import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.ranks import free_port
@@ -76,10 +78,27 @@ class SftpServer:
             else:
                 return
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the process, and those of its connections, so that none answers."""
+        pids = self._pids()
+        subprocess.run(["kill", "-STOP", *pids], check=False, capture_output=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["kill", "-CONT", *pids], check=False, capture_output=True)
+
+    def _pids(self) -> list[str]:
+        pids = [] if self._process is None else [str(self._process.pid)]
+        for pid in pids:  # grows: a connection has a process for the user below another one
+            with contextlib.suppress(OSError):
+                pids += Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return pids
+
     def close(self) -> None:
         """End the process, and the connections that it has."""
         if self._process is not None:
-            children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+            children = self._pids()[1:]
             self._process.kill()
             self._process.wait(10)
             for child in children:

@@ -29,6 +29,7 @@ __all__ = ["BucketStore", "open_bucket"]
 _Answer = TypeVar("_Answer")
 
 _BRIEF_S = 2.0  # how long a request is repeated after others have failed
+_SHORT = 3  # texts of so many characters, and empty ones, are no secrets
 _SHOWN = 300  # characters of an error of the library that a message has at most
 _REQUEST_S, _LEAST_REQUEST_S = 60.0, 10.0  # for one attempt, with the data of a pack file
 _CONNECT_S = 10.0
@@ -85,7 +86,7 @@ class BucketStore(Store):
         self._brief = brief
         self._timeout_s = timeout_s
         self._is_failing = False
-        self._secret = [text for text in secret if len(text) > 3]
+        self._secret = secret
         self._clock = StoreClock()
 
     def _ask(self, request: Callable[..., _Answer], *args: Any, **options: Any) -> _Answer:
@@ -234,7 +235,8 @@ def open_bucket(url: str, options: StorageOptions) -> BucketStore:
                 "storage_options={'allow_http': True}"
             )
         client["allow_http"] = "true"
-    secret = [value for name, value in (*options.given, *options.environment) if _SECRET.search(name)]
+    given = (*options.given, *options.environment)
+    secret = [value for name, value in given if _SECRET.search(name) and len(value) > _SHORT]
 
     def opened(timeout_s: float, request_s: float) -> Any:
         pause = {

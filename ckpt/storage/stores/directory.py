@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 import time
@@ -37,6 +38,7 @@ _ATTEMPTS = 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _MAXWRITE_BYTES = 1 << 30
+_PROBE = re.compile(r"\.probe\.[0-9a-f]{16}\.tmp")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTSUP)
 
@@ -144,7 +146,8 @@ class DirectoryStore(Store):
                 self._prune(_parts(prefix))
         if time.monotonic() - self._swept > _SWEEP_S:
             self._swept = time.monotonic()
-            self.sweep()
+            with contextlib.suppress(StorageError):  # the keys are deleted
+                self.sweep()
 
     def now(self) -> float:
         """See `Store.now`."""
@@ -159,7 +162,7 @@ class DirectoryStore(Store):
                 return
             try:
                 for name in os.listdir(folder):
-                    with contextlib.suppress(FileNotFoundError):
+                    with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):  # not ours
                         if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < before:
                             os.unlink(name, dir_fd=folder)
             finally:
@@ -265,6 +268,7 @@ class DirectoryStore(Store):
 
     def _prune(self, names: list[str]) -> None:
         """Remove a folder, and those that it is in, as far as they are empty."""
+        attempts = _ATTEMPTS
         while names:
             fd = self._open(names[:-1])
             if fd is None:
@@ -273,12 +277,34 @@ class DirectoryStore(Store):
                 os.rmdir(names[-1], dir_fd=fd)
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    attempts -= 1
+                    if attempts and self._remove_probes(names):
+                        continue
                     return
                 if error.errno != errno.ENOENT:
                     raise
             finally:
                 os.close(fd)
             names = names[:-1]
+
+    def _remove_probes(self, names: list[str]) -> bool:
+        """Remove what lists have made in a folder and not removed, if nothing else is there; return whether it was so.
+
+        Those of processes that died would keep it. Others are in the middle of a list: what they made may be gone.
+        """
+        fd = self._open(names)
+        if fd is None:
+            return False
+        try:
+            found = os.listdir(fd)
+            if not found or not all(_PROBE.fullmatch(name) for name in found):
+                return False
+            for name in found:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
+            return True
+        finally:
+            os.close(fd)
 
     def _check(self, key: str) -> None:
         if not is_key(key) or any(part.startswith(".") for part in key.split("/")):

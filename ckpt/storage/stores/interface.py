@@ -120,11 +120,12 @@ class StoreClock:
         if self._read is None or time.monotonic() - self._read[0] > _CLOCK_S:
             key = f"owner/clock/{secrets.token_hex(8)}"
             try:
-                begin = time.time()
                 store.put(key, b"")
+                # After the put, which may have been repeated for long: ahead of the store, live processes seem dead.
+                end = time.time()
                 about = store.about(key)
                 store.delete([key])
-                ahead = 0.0 if about is None else about.modified_s - begin
+                ahead = 0.0 if about is None else about.modified_s - end
             except StorageError as error:
                 if not is_denied(error):
                     raise

@@ -36,7 +36,7 @@ _INCOMPLETE = ".incomplete"
 _INCOMPLETE_S = 3600.0  # older files there are of processes that have ended
 _SWEEP_S = 600.0
 _CHANNELS = 4  # at once; servers allow ten for each connection
-_CONNECT_S, _REQUEST_S = 15.0, 60.0
+_CONNECT_S, _REQUEST_S, _LEAST_REQUEST_S = 15.0, 60.0, 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _PIECE_BYTES = 1 << 20
 _FOLDER_ATTEMPTS = 20
@@ -66,6 +66,7 @@ class SftpStore(Store):
         self._path = parts.path or "/"
         self._options = options
         self._timeout_s = timeout_s
+        self._request_s = min(_REQUEST_S, max(_LEAST_REQUEST_S, 2 * timeout_s))
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(_CHANNELS)
         self._connection: Any = None
@@ -149,7 +150,8 @@ class SftpStore(Store):
         self._ask("delete", keys[0] if keys else "", delete)
         if time.monotonic() - self._swept > _SWEEP_S:
             self._swept = time.monotonic()
-            self.sweep()
+            with contextlib.suppress(StorageError):  # the keys are deleted
+                self.sweep()
 
     def now(self) -> float:
         """See `Store.now`."""
@@ -240,19 +242,24 @@ class SftpStore(Store):
                 try:
                     sftp = self._channel()
                     answer = request(sftp)
-                except (OSError, EOFError, paramiko.SSHException) as error:
-                    is_lost = sftp is None or sftp.get_channel().closed or isinstance(error, EOFError | TimeoutError)
+                except (OSError, EOFError, paramiko.SSHException, paramiko.SFTPError) as error:
+                    is_lost = sftp is None or sftp.get_channel().closed or not isinstance(error, OSError)
+                    is_lost = is_lost or isinstance(error, TimeoutError)
                     if not is_lost:
                         self._give_back(sftp)
                     elif sftp is not None:
                         sftp.close()
-                    refused = isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException)
+                    refused = sftp is None and _is_refusal(error)
                     if refused or not is_lost or time.monotonic() + pause_s > deadline:
                         raise self._error(action, key, error, refused=refused) from _cause(error, refused=refused)
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                except BaseException:
+                except StorageError:
                     self._give_back(sftp)
+                    raise
+                except BaseException:  # an interrupt, perhaps in the middle of an answer; the rest is not for others
+                    if sftp is not None:
+                        sftp.close()
                     raise
                 else:
                     self._give_back(sftp)
@@ -271,29 +278,44 @@ class SftpStore(Store):
                     return sftp
             if self._connection is None or not self._connection.get_transport().is_active():
                 self._connection = self._connected()
-            sftp = self._connection.open_sftp()
-            sftp.get_channel().settimeout(_REQUEST_S)
+            # paramiko waits without a limit for the answers that a new channel needs, unless the connection ends.
+            limit = threading.Timer(self._request_s, self._connection.get_transport().close)
+            limit.daemon = True
+            limit.start()
+            try:
+                sftp = self._connection.open_sftp()
+            finally:
+                limit.cancel()
+            sftp.get_channel().settimeout(self._request_s)
             return sftp
 
     def _connected(self) -> Any:
         import paramiko
+
+        class Refusal:  # a policy of paramiko for hosts that are not known
+            def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
+                raise paramiko.AuthenticationException(f"the server {hostname} is not in known_hosts")
 
         client = paramiko.SSHClient()
         if "known_hosts" in self._options:
             client.load_host_keys(self._options["known_hosts"])
         else:
             client.load_system_host_keys()
-        client.set_missing_host_key_policy(paramiko.RejectPolicy())
-        client.connect(
-            self._host,
-            self._port,
-            self._user,
-            self._options.get("password"),
-            key_filename=self._options.get("private_key"),
-            timeout=_CONNECT_S,
-            banner_timeout=_CONNECT_S,
-            auth_timeout=_CONNECT_S,
-        )
+        client.set_missing_host_key_policy(Refusal())
+        try:
+            client.connect(
+                self._host,
+                self._port,
+                self._user,
+                self._options.get("password"),
+                key_filename=self._options.get("private_key"),
+                timeout=_CONNECT_S,
+                banner_timeout=_CONNECT_S,
+                auth_timeout=_CONNECT_S,
+            )
+        except BaseException:
+            client.close()  # else its thread keeps the connection, and servers admit few that are not authenticated
+            raise
         return client
 
     def _error(self, action: str, key: str, error: BaseException, *, refused: bool) -> StorageError:
@@ -304,6 +326,16 @@ class SftpStore(Store):
         elif not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError):
             hint = "it was tried until the timeout; check the server and the net"
         return StorageError(f"cannot {action} {self.place(key)}: {text} ({hint})")
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Return whether a connection failed for a reason that stays: a key, or a file with keys that cannot be read."""
+    import paramiko
+
+    if isinstance(error, OSError):
+        return error.filename is not None
+    has_no_key = str(error).startswith("No authentication methods available")
+    return has_no_key or isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException)
 
 
 def _cause(error: BaseException, *, refused: bool) -> OSError:

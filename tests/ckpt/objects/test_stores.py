@@ -1,10 +1,12 @@
 """What every store guarantees: one suite for all backends. A new one is a parameter here and in `test_conformance`."""
 
 import os
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ import ckpt
 from ckpt.errors import StorageError
 from ckpt.storage import stores
 from ckpt.storage.options import StorageOptions
+from ckpt.storage.stores import sftp
 from ckpt.storage.stores.directory import DirectoryStore
 from ckpt.storage.stores.interface import Store, StoreClock, check_create, is_denied
+from ckpt.storage.stores.memory import MemoryStore
 from ckpt.storage.stores.opening import open_store
 from tests.support.sftp_server import SftpServer
 
@@ -201,6 +205,28 @@ def test_the_clock_of_a_store_that_has_none() -> None:
     assert _keys(store) == []
 
 
+def test_a_put_that_took_long_puts_no_clock_forward() -> None:
+    """By a clock that is ahead, live processes of other hosts would seem to be dead."""
+
+    class Slow(MemoryStore):
+        def put(self, key: str, data: bytes | memoryview) -> None:
+            time.sleep(1)  # as while requests are repeated
+            super().put(key, data)
+
+    clock, store = StoreClock(), Slow("memory:///slow")
+    clock.now(store)
+    before = clock.now(store)
+    assert before <= time.time()
+
+
+def test_an_empty_credential_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs set variables to nothing. Each text has that between its characters, where a secret would be hidden."""
+    pytest.importorskip("obstore", reason="needs obstore")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "")
+    with pytest.raises(StorageError, match="'nonsense' is not valid"):
+        open_store("s3://bucket/run7", StorageOptions.of({"nonsense": "1"}, 1.0))
+
+
 # -- SSH servers -------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +249,65 @@ def test_a_server_that_is_not_known_is_refused(sftp_server: SftpServer, tmp_path
         store.put("a", b"x")
     with pytest.raises(StorageError, match="SFTP has no option 'region'"):
         open_store(sftp_server.url(tmp_path), StorageOptions.of({"region": "x"}, 1.0))
+
+
+@pytest.mark.parametrize("wrong", ["known_hosts", "absent known_hosts", "private_key", "absent private_key"])
+def test_a_refused_connection_is_not_tried_again(sftp_server: SftpServer, tmp_path: Path, wrong: str) -> None:
+    """And is closed: a server admits few connections that are not authenticated, which are also those of others."""
+    option = wrong.rpartition(" ")[2]
+    if "absent" not in wrong:
+        (tmp_path / "file").touch()
+    if wrong == "private_key":
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"]
+        subprocess.run(command, check=True)
+        (tmp_path / "key").rename(tmp_path / "file")
+    options = sftp_server.options | {option: str(tmp_path / "file")}
+    store = open_store(sftp_server.url(tmp_path / "store"), StorageOptions.of(options, 60.0))
+    begin, threads = time.monotonic(), threading.enumerate()
+    with pytest.raises(StorageError, match="check username, private_key and known_hosts") as raised:
+        store.put("a", b"x")
+    assert time.monotonic() - begin < 40
+    assert wrong != "known_hosts" or "is not in known_hosts" in str(raised.value)
+    left = [each for each in threading.enumerate() if each not in threads]
+    for each in left:
+        each.join(20)
+    assert not any(each.is_alive() for each in left), left
+
+
+@pytest.mark.parametrize("has_channel", [True, False])
+def test_a_server_that_is_stopped(
+    sftp_server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_channel: bool
+) -> None:
+    """It takes connections and data, and never answers: neither a request, nor one for another channel."""
+    options = StorageOptions.of(sftp_server.options, 30.0)
+    store = sftp.open_sftp(sftp_server.url(tmp_path / "store"), options)
+    store.put("a", b"x")
+    with monkeypatch.context() as patch, sftp_server.stopped(), ThreadPoolExecutor(1) as pool:
+        patch.setattr(sftp, "_CONNECT_S", 1.0)
+        patch.setattr(store, "_timeout_s", 0.5)
+        patch.setattr(store, "_request_s", 1.0)
+        for channel in store._idle:
+            channel.get_channel().settimeout(1.0)
+        if not has_channel:
+            store._idle.clear()
+        reading = pool.submit(store.get, "a", 100)
+        with pytest.raises(StorageError, match="until the timeout"):
+            reading.result(40)
+    assert store.get("a", 100) == b"x"
+
+
+def test_a_request_that_is_interrupted_leaves_no_channel(sftp_server: SftpServer, tmp_path: Path) -> None:
+    store = open_store(sftp_server.url(tmp_path / "store"), StorageOptions.of(sftp_server.options, 30.0))
+    store.put("a", b"x")
+
+    def interrupted(channel: Any) -> None:
+        channel._async_request(type(None), 7, b"/")  # LSTAT
+        channel.sock.recv(3)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store._ask("look at", "a", interrupted)  # type: ignore[attr-defined]
+    assert store.get("a", 100) == b"x"
 
 
 def test_a_job_on_an_ssh_server(sftp_server: SftpServer, tmp_path: Path) -> None:
@@ -337,3 +422,21 @@ def test_files_of_dead_processes_are_deleted_after_an_hour(tmp_path: Path) -> No
     store.sweep()
     assert [path.name for path in left.iterdir()] == ["new"]
     assert _keys(store) == ["a/b"]
+
+
+def test_a_deletion_succeeds_whatever_dead_processes_have_left(tmp_path: Path) -> None:
+    store = DirectoryStore(str(tmp_path))
+    store.put("saves/s/packs/a", b"x")
+    store.put("saves/t/b", b"x")
+    (tmp_path / "saves/s/packs/.probe.0123456789abcdef.tmp").touch()  # as if in the middle of a list
+    old = time.time() - 7200
+    for name in ("a folder", "b file"):
+        (tmp_path / ".incomplete" / name).mkdir() if "folder" in name else (tmp_path / ".incomplete" / name).touch()
+        os.utime(tmp_path / ".incomplete" / name, (old, old))
+    store._swept = -1e9
+    store.delete(["saves/s/packs/a"])
+    assert [path.name for path in (tmp_path / ".incomplete").iterdir()] == ["a folder"]
+    assert [path.name for path in (tmp_path / "saves").iterdir()] == ["t"]
+    (tmp_path / "saves/t/.other").touch()
+    store.delete(["saves/t/b"])
+    assert [path.name for path in (tmp_path / "saves/t").iterdir()] == [".other"]

@@ -68,6 +68,30 @@ def test_a_step_in_a_bucket_is_no_root(below: str) -> None:
         ckpt.Checkpointer(f"{_URL}/saves/{_SAVE}{below}")
 
 
+@pytest.mark.parametrize(
+    "url", ["sftp://me:hun/t:%er2@host/run7", "sftp://me:hunter2@host:2222", "s3://id:hunter2@b/run7"]
+)
+def test_a_password_in_a_url_is_refused_and_not_shown(url: str, tmp_path: Path) -> None:
+    for act in (lambda: ckpt.Checkpointer(url), lambda: ckpt.Checkpointer(tmp_path, mirror=url), lambda: absolute(url)):
+        with pytest.raises(ckpt.StorageError, match=r"://(me|id):\*\*\*@(host|b).* storage_options") as raised:
+            act()
+        assert not any(part in str(raised.value) for part in ("hun", "er2"))
+
+
+@pytest.mark.parametrize("server", ["host:0", "host:65536", "host:x", "me@", "@host", "a b@host"])
+def test_a_server_that_cannot_be(server: str) -> None:
+    with pytest.raises(ckpt.StorageError, match="the URL of a root is sftp://USER@HOST:PORT/PATH"):
+        absolute(f"sftp://{server}/run7")
+    assert absolute("sftp://me@host:65535/run7/") == "sftp://me@host:65535/run7"
+
+
+def test_the_memory_of_a_process_is_no_root_of_a_job(tmp_path: Path) -> None:
+    """Its writers are other processes: a save would seem to succeed, and be lost with them."""
+    for arguments in ({"root": "memory:///run7"}, {"root": tmp_path, "mirror": "memory:///run7"}):
+        with pytest.raises(ckpt.StorageError, match="memory of one process"):
+            ckpt.Checkpointer(**arguments)  # type: ignore[arg-type]
+
+
 def test_directories_that_look_a_little_like_steps_are_roots(tmp_path: Path) -> None:
     """Programs choose such names, and put files of the same names beside their checkpoints."""
     (tmp_path / "index.json").touch()
