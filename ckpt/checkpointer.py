@@ -31,8 +31,7 @@ from ckpt.options import Snapshots, Staging
 from ckpt.saving.recover import Branch
 from ckpt.saving.retention import Keep, keep_policy
 from ckpt.storage.names import SaveId
-from ckpt.storage.root import local_path
-from ckpt.storage.roots import own_directory
+from ckpt.storage.roots import local_path, own_directory
 from inprocess.ipc.reported_step import report_step
 from inprocess.ipc.uncopied import Uncopied
 

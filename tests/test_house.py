@@ -20,7 +20,7 @@ LONG_FILES = {
     "ckpt/saving/save.py": 604,
     "ckpt/saving/write.py": 487,
     "ckpt/storage/interface.py": 538,
-    "ckpt/storage/root.py": 509,
+    "ckpt/storage/root.py": 491,
     "ckpt/storage/store_root.py": 454,
     "inprocess/agreement.py": 517,
 }

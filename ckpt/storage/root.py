@@ -22,7 +22,6 @@ import re
 import secrets
 import socket
 import time
-import urllib.parse
 from collections.abc import Callable
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FencedError, StorageError
@@ -57,7 +56,6 @@ __all__ = [
     "INTENT",
     "CheckpointRoot",
     "intent_of_step",
-    "local_path",
     "owner_of_step",
     "read_bytes",
     "read_json",
@@ -67,23 +65,6 @@ __all__ = [
 _KEEP_RECORDS_S = 3600.0
 _VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node
 _MOVING = re.compile(r"step_(\d{8,18})-moving-(\d+)-[0-9a-f]+")
-
-
-def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path that a path, also one with ``~``, or a ``file://`` URL names.
-
-    StorageError for other URLs, and for one with a part that is not of the path.
-    """
-    text = os.fspath(path)
-    if "://" not in text:
-        return os.path.abspath(os.path.expanduser(text))
-    url = urllib.parse.urlsplit(text)
-    if url.scheme == "file" and ("?" in text or "#" in text):
-        raise StorageError(f"{text}: in a file:// URL, write %3F for '?' and %23 for '#', or give the path")
-    if url.scheme != "file" or url.netloc not in ("", "localhost"):
-        place = text.rpartition("@")[2] if url.scheme == "file" else f"{url.scheme}://..."  # no password
-        raise StorageError(f"{place}: a root is a local path, or a file://, s3://, gs://, az:// or sftp:// URL")
-    return os.path.abspath(urllib.parse.unquote(url.path))
 
 
 class CheckpointRoot(DirectoryRoot):

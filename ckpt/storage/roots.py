@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import urllib.parse
 
 from ckpt.errors import StorageError
 from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.root import CheckpointRoot, local_path
+from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_documents import step_around
 
-__all__ = ["absolute", "is_object_url", "open_root", "own_directory", "own_root"]
+__all__ = ["absolute", "is_object_url", "local_path", "open_root", "own_directory", "own_root"]
 
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "directory://", "memory://", "sftp://")
@@ -33,6 +34,23 @@ def absolute(path: str | os.PathLike[str]) -> str:
     StorageError for a URL that is not supported.
     """
     return _checked_url(os.fspath(path)) if is_object_url(path) else local_path(path)
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path that a path, also one with ``~``, or a ``file://`` URL names.
+
+    StorageError for other URLs, and for one with a part that is not of the path.
+    """
+    text = os.fspath(path)
+    if "://" not in text:
+        return os.path.abspath(os.path.expanduser(text))
+    url = urllib.parse.urlsplit(text)
+    if url.scheme == "file" and ("?" in text or "#" in text):
+        raise StorageError(f"{text}: in a file:// URL, write %3F for '?' and %23 for '#', or give the path")
+    if url.scheme != "file" or url.netloc not in ("", "localhost"):
+        place = text.rpartition("@")[2] if url.scheme == "file" else f"{url.scheme}://..."  # no password
+        raise StorageError(f"{place}: a root is a local path, or a file://, s3://, gs://, az:// or sftp:// URL")
+    return os.path.abspath(urllib.parse.unquote(url.path))
 
 
 def _checked_url(url: str) -> str:

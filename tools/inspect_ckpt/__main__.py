@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
-from ckpt.storage.root import local_path
+from ckpt.storage.roots import local_path
 
 from . import (
     clean,
