@@ -24,6 +24,7 @@ from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.namespace import PrefixView
 from inprocess.coordination.process import PORT_WAIT_S
+from inprocess.coordination.wire import Op
 from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.proofs import job_secret
@@ -73,6 +74,8 @@ class _ClientStore(StoreMixin, TorchStore):
         return True
 
     def perform(self, call: Call) -> tuple[bytes, ...]:
+        if call.op is Op.GET and call.timeout is None:
+            call = call._replace(timeout=self.timeout)  # which torch may have changed
         return self.client.perform(call)
 
     # The names by which the C++ side of torch calls these two.

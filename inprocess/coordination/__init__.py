@@ -12,6 +12,7 @@ from __future__ import annotations
 from inprocess.coordination.client import CoordinationStore, StoreClient
 from inprocess.coordination.mixin import StoreMixin
 from inprocess.coordination.namespace import Namespace, RestartIndex
+from inprocess.coordination.rank_verbs import RankVerbs
 from inprocess.coordination.server import StoreServer
 from inprocess.coordination.verbs import Call, Guard, StoreVerbs
 from inprocess.coordination.wire import Access
@@ -22,6 +23,7 @@ __all__ = [
     "Guard",
     "Namespace",
     "Call",
+    "RankVerbs",
     "RestartIndex",
     "StoreClient",
     "StoreMixin",

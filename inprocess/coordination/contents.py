@@ -89,8 +89,12 @@ class Contents:
         return change
 
     def read(self, frame: Frame) -> Answer:
-        """Return the answer to a frame that reads."""
-        return Op.OK, _READS[frame.op](self, frame.fields)
+        """Return the answer to a frame that reads. ValueError if it is malformed."""
+        if frame.op is Op.MEMBERS:
+            (name,) = frame.fields
+            return Op.OK, tuple(self.sets.get(name, ()))
+        count = len(self.keys) if frame.op is Op.NUM_KEYS else all(key in self.keys for key in frame.fields)
+        return Op.OK, (pack_number(count),)
 
     def answer_to(self, waiter: Waiter[Any]) -> Answer | None:
         """Return the answer to a waiting request; None as long as its condition does not hold."""
@@ -100,20 +104,6 @@ class Contents:
         if any(key not in self.keys for key in waiter.keys):
             return None
         return Op.OK, tuple(bytes(self.keys[key]) for key in waiter.keys)
-
-    # -- the verbs that read -------------------------------------------------------------------------------------------
-
-    def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        return (pack_number(all(key in self.keys for key in keys)),)
-
-    def _num_keys(self, _: Sequence[bytes]) -> tuple[bytes, ...]:
-        return (pack_number(len(self.keys)),)
-
-    def _members(self, fields: Sequence[bytes]) -> tuple[bytes, ...]:
-        (name,) = fields
-        return tuple(self.sets.get(name, ()))
-
-    # -- the verbs that change something -------------------------------------------------------------------------------
 
     def _set_all(self, arguments: Sequence[bytes]) -> Change:
         if len(arguments) % 2:
@@ -175,8 +165,6 @@ class Contents:
             members[member] = None
         return Change((Op.OK, (pack_number(len(members)),)), set_name=name)
 
-    # -- values --------------------------------------------------------------------------------------------------------
-
     def _set(self, key: bytes, value: bytes) -> None:
         if len(value) > MAX_VALUE:
             raise NotApplicable(f"key {key!r} would have {len(value)} bytes; the limit is {MAX_VALUE}")
@@ -196,9 +184,6 @@ class Contents:
             raise NotApplicable(f"key {key!r} holds {text[:100]!r}, which is not a number to add to") from None
 
 
-_READS: Mapping[Op, Callable[[Contents, Sequence[bytes]], tuple[bytes, ...]]] = MappingProxyType(
-    {Op.CHECK: Contents._check, Op.NUM_KEYS: Contents._num_keys, Op.MEMBERS: Contents._members}
-)
 _CHANGES: Mapping[Op, Callable[[Contents, Sequence[bytes]], Change]] = MappingProxyType(
     {
         Op.SET: Contents._set_all,

@@ -27,6 +27,7 @@ class StoreMixin(CompatibleVerbs):
     def perform(self, call: Call) -> tuple[bytes, ...]:
         store: Any = super(StoreVerbs, self)  # the store of torch: its methods come behind those of the verbs
         names, values = list(call.names), call.values
+        count = 0
         match call.op:
             case Op.SET if len(names) == 1:
                 store.set(names[0], values[0])
@@ -34,36 +35,31 @@ class StoreMixin(CompatibleVerbs):
                 store.multi_set(names, list(values))
             case Op.APPEND:
                 store.append(names[0], values[0])
-            case Op.GET:
-                self._wait(store, names, call.timeout)
-                return tuple(store.get(name) for name in names)
             case Op.COMPARE_SET:
                 return (store.compare_set(names[0], *values),)
+            case Op.GET:
+                if call.timeout is not None:
+                    self._wait(store, names, call.timeout)
+                return tuple(store.get(name) for name in names)
             case Op.MEMBERS:
                 return tuple(_members(store, names[0]))
-            case _:
-                return (pack_number(self._count(store, call)),)
-        return ()
-
-    def _count(self, store: Any, call: Call) -> int:
-        """Execute a request that is answered with a number."""
-        names, values = list(call.names), call.values
-        match call.op:
             case Op.ADD:
-                return int(store.add(names[0], number(values[0])))
+                count = store.add(names[0], number(values[0]))
             case Op.CHECK:
-                return int(store.check(names))
+                count = store.check(names)
             case Op.DELETE_KEY:
-                return int(store.delete_key(names[0]))
+                count = store.delete_key(names[0])
             case Op.NUM_KEYS:
-                return int(store.num_keys())
+                count = store.num_keys()
             case Op.ARRIVE:
-                return _arrive(store, names[0], values[0])
+                count = _arrive(store, names[0], values[0])
             case Op.WAIT_SIZE:
-                return self._wait_size(store, names[0], number(values[0]), call.timeout)
+                count = self._wait_size(store, names[0], number(values[0]), call.timeout)
             case Op.DELETE_PREFIX:
-                return 0  # these stores cannot list their keys
-        raise NotImplementedError(f"a store of torch has no {call.op.name}")
+                pass  # these stores cannot list their keys
+            case _:
+                raise NotImplementedError(f"a store of torch has no {call.op.name}")
+        return (pack_number(count),)
 
     def _wait(self, store: Any, keys: Sequence[str], timeout: timedelta | None) -> None:
         seconds = max(self._limit(timeout).total_seconds(), _SHORTEST_S)

@@ -40,16 +40,15 @@ class Call(NamedTuple):
     op: Op
     names: Sequence[str]
     values: Sequence[bytes] = ()
-    timeout: timedelta | None = None  # None if the verb does not wait
+    timeout: timedelta | None = None  # of a verb that waits; None for that of the store
     is_guarded: bool = True
     guard: Guard = NO_GUARD
 
     def under(self, prefix: str, guard: Guard) -> Call:
         """Return the request as a namespace passes it on."""
-        names = [f"{prefix}/{name}" for name in self.names]
-        return Call(
-            self.op, names, self.values, self.timeout, self.is_guarded, guard if self.is_guarded else self.guard
-        )
+        op, names, values, timeout, is_guarded, _ = self
+        names = [f"{prefix}/{name}" for name in names]
+        return Call(op, names, values, timeout, is_guarded, guard if is_guarded else NO_GUARD)
 
     @property
     def label(self) -> str:
@@ -117,7 +116,7 @@ class StoreVerbs:
 
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
         """Return the values of keys, once all exist."""
-        return list(self.perform(Call(Op.GET, keys, (), self._limit(timeout), is_guarded=False)))
+        return list(self.perform(Call(Op.GET, keys, (), timeout, is_guarded=False)))
 
     def get_within(self, key: str, timeout: timedelta) -> bytes:
         """Return the value of a key once it exists."""

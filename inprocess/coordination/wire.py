@@ -108,17 +108,10 @@ class Op(enum.IntEnum):
     STALE = 70  # the value of the guard's key, which differs from the guard's
     CANCELLED = 71  # the condition of the waiting request does not hold yet
 
-    @property
-    def reads(self) -> bool:
-        return Op.CHECK <= self <= Op.MEMBERS
-
-    @property
-    def waits(self) -> bool:
-        return Op.GET <= self <= Op.WAIT_SIZE
-
-    @property
-    def changes(self) -> bool:
-        return Op.SET <= self <= Op.ARRIVE
+    def __init__(self, code: int) -> None:
+        self.reads = 5 <= code <= 7
+        self.waits = 8 <= code <= 9
+        self.changes = 16 <= code <= 22
 
 
 @dataclass(frozen=True)
