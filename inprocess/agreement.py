@@ -29,31 +29,26 @@ import contextlib
 import enum
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
 
 from inprocess.attribution import Interruption, InterruptionRecord
-from inprocess.blame import Position, blamed
-from inprocess.coordination.namespace import RestartIndex
+from inprocess.blame import blamed
+from inprocess.coordination import StoreVerbs
+from inprocess.coordination.namespace import PrefixView, RestartIndex
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreTimeoutError
 from inprocess.ipc.suspension import Silence
-from inprocess.reasons import format_reason, parse_reason, parse_records
+from inprocess.reasons import format_reason, parse_reason
 from inprocess.repetition import PINGS, STEP, FaultHistory, fault_names
+from inprocess.reports import Reports
 from inprocess.roster import Roster
 
-__all__ = ["Agreement", "IterationOutcome", "IterationStore", "OnLate", "Roster", "depart", "heartbeat_key"]
+__all__ = ["Agreement", "IterationOutcome", "OnLate", "Roster", "depart"]
 
 _WORLD_SIZE = "world_size"
 _OUTCOME = "outcome"
-_RECORDS = "records"
 _REASON = "reason"
 _ROSTER = "roster"
-_HAS_HANG = "has_hang"
-_POSITIONS, _WITH_POSITION = "positions", "with_position"
-_MOST_STACKS = 8  # of ranks that were not late themselves
 _ACTIVE_RANK_IS_DONE = "active_done"
 _AT_LAST_CALL = "last_call"
 _AT_COMPLETION = "completion"
@@ -65,23 +60,6 @@ _DECIDE_S = 1.0  # after which another process tries to decide
 OnLate = Callable[[list[int], float], object]  # see `Agreement.wait_roster`
 
 
-class IterationStore(Protocol):
-    """The store of an iteration, as far as the protocol uses it; `StoreMixin` adapts any store of torch."""
-
-    base_store: Any
-
-    def set(self, key: str, value: str) -> None: ...
-    def multi_get(self, keys: Sequence[str], /) -> list[bytes]: ...
-    def multi_set(self, keys: list[str], values: list[str]) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def get_within(self, key: str, timeout: timedelta) -> bytes: ...
-    def append(self, key: str, value: str) -> None: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-    def arrive(self, name: str, member: str) -> int: ...
-    def members(self, name: str) -> AbstractSet[str]: ...
-
-
 class IterationOutcome(enum.Enum):
     """How an iteration ended."""
 
@@ -89,14 +67,14 @@ class IterationOutcome(enum.Enum):
     INTERRUPTED = "interrupted"
 
 
-class Agreement:
+class Agreement(Reports):
     """The decisions of iteration `iteration`, among `world_size` processes, in the store of that iteration.
 
     `world_size` is None for a process that died before it learned the number of processes.
     """
 
-    def __init__(self, store: IterationStore, iteration: int, world_size: int | None = None) -> None:
-        self.store = store
+    def __init__(self, store: PrefixView, iteration: int, world_size: int | None = None) -> None:
+        super().__init__(store)
         self.iteration = iteration
         self._known_world_size = world_size
         self._answered: set[int] = set()  # initial ranks that arrived at the last call through this object
@@ -136,12 +114,7 @@ class Agreement:
 
     def interrupt(self, record: InterruptionRecord) -> bool:
         """Report a fault. False, and no effect, if the iteration was completed before."""
-        if record.detail:
-            self.store.set(_detail_key(record), record.detail)
-        if record.interruption is Interruption.SOFT_TIMEOUT:
-            self.store.set(_hang_key(record.rank), record.summary)
-            self.store.set(_HAS_HANG, "1")
-        self.store.append(_RECORDS, f"{replace(record, detail='')}\n")
+        self.report(record)
         return self._decide(_OUTCOME, IterationOutcome.INTERRUPTED.value) == IterationOutcome.INTERRUPTED.value
 
     def wait_outcome(self, timeout_s: float) -> IterationOutcome | None:
@@ -172,41 +145,6 @@ class Agreement:
 
     # -- reason --------------------------------------------------------------------------------------------------------
 
-    def records(self) -> tuple[InterruptionRecord, ...]:
-        """Return the faults reported so far, without details; more may follow."""
-        return parse_records(self._lines_of(_RECORDS))
-
-    def has_hang(self) -> bool:
-        """Return whether it is reported that any rank hangs."""
-        return self.store.check([_HAS_HANG])
-
-    def report_position(self, position: Position, stacks: str) -> None:
-        """Report where a rank is when a hang is reported, before it arrives at the last call. Not all send stacks."""
-        if self.store.arrive(_WITH_POSITION, str(position.rank)) <= _MOST_STACKS:
-            self.report_stacks(position.rank, stacks)
-        self.store.append(_POSITIONS, f"{position}\n")
-
-    def report_stacks(self, rank: int, stacks: str) -> None:
-        """Report the stacks of a rank that hangs, unless its monitor process has, at the moment when it was late."""
-        self._decide(_detail_key(InterruptionRecord(rank, Interruption.SOFT_TIMEOUT)), stacks)
-
-    def reported_hang(self, rank: int) -> InterruptionRecord | None:
-        """Return the report that this rank hangs, if there is one; it does not contain the stacks."""
-        summary = self._peek(_hang_key(rank))
-        if summary is None:
-            return None
-        return InterruptionRecord(rank, Interruption.SOFT_TIMEOUT, summary.decode(errors="replace"))
-
-    def _with_details(self, records: Sequence[InterruptionRecord]) -> tuple[InterruptionRecord, ...]:
-        """Return the records, the first of each kind with its details."""
-        first = {record.interruption: record for record in reversed(records)}
-        detailed = {
-            record: replace(record, detail=self.store.get(_detail_key(record)).decode(errors="replace"))
-            for record in first.values()
-            if self.store.check([_detail_key(record)])
-        }
-        return tuple(detailed.get(record, record) for record in records)
-
     def last_call(self, initial_rank: int, wait_s: float) -> tuple[InterruptionRecord, ...]:
         """Return why the iteration was interrupted: the same on all ranks; one fault of each kind with its details.
 
@@ -235,7 +173,7 @@ class Agreement:
         if not self.store.check([_REASON]):
             records = self.records()
             hung = [record.rank for record in records if record.interruption is Interruption.SOFT_TIMEOUT]
-            positions = list(map(Position.from_str, self._lines_of(_POSITIONS)))
+            positions = self._positions()
             if hung and positions:
                 records = tuple(blamed(records, positions, self._answered_by(hung)))
             self._decide(_REASON, format_reason(self._with_details(records)))
@@ -248,9 +186,6 @@ class Agreement:
         identities = self.store.multi_get(list(keys.values())) if keys else []
         answered = self.store.members(_AT_LAST_CALL) - self.store.members(_DEPARTED)
         return {rank for rank, identity in zip(keys, identities, strict=True) if identity.decode() in answered}
-
-    def _lines_of(self, key: str) -> list[str]:
-        return (self._peek(key) or b"").decode().splitlines()
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -308,21 +243,17 @@ class Agreement:
         return () if reason is None else parse_reason(reason.decode())
 
     @staticmethod
-    def announce_newcomer(base_store: Any, initial_rank: int) -> None:
+    def announce_newcomer(base_store: StoreVerbs, initial_rank: int) -> None:
         """Announce that a process waits to be named in the next roster. It has to check whether that names it."""
         base_store.arrive(_JOINING, str(initial_rank))
 
     @staticmethod
-    def newcomers(base_store: Any) -> set[int]:
+    def newcomers(base_store: StoreVerbs) -> set[int]:
         """Return the initial ranks of the processes that wait to be named in the next roster."""
         waiting = set(base_store.members(_JOINING))
         if waiting:
             waiting -= base_store.members(_JOINED) | base_store.members(_DEPARTED)
         return set(map(int, waiting))
-
-    def heartbeat_of(self, rank: int) -> bytes:
-        """Return the heartbeat of a rank, which changes as long as the rank lives; empty if there is none yet."""
-        return self._peek(heartbeat_key(rank)) or b""
 
     def give_up(self, records: Sequence[InterruptionRecord]) -> None:
         """Report these faults, and leave the iteration on behalf of their ranks; nothing if it was completed before.
@@ -373,7 +304,7 @@ class Agreement:
     def _history(self, has_fault: bool) -> FaultHistory:
         """Return the history of faults, with those of this iteration unless its restart takes in processes."""
         self._decide_reason()
-        reported = {kind: int(self._peek(_progress_key(kind)) or 0) for kind in (STEP, PINGS)}
+        reported = {kind: self._progress(kind) for kind in (STEP, PINGS)}
         progress = {kind: number for kind, number in reported.items() if number > 0}
         # Of the iteration before: its keys are deleted at the beginning of the one after this.
         key, store, before = f"{self.iteration - 1}/{_ROSTER}", self.store.base_store, FaultHistory()
@@ -384,13 +315,6 @@ class Agreement:
             return before
         return before.after(fault_names(self.find_reason()), progress, time.time())
 
-    def report_progress(self, progress: Mapping[str, int]) -> None:
-        """Report how far this process has come, before it arrives at the end. The largest of each kind counts."""
-        for kind, number in progress.items():
-            found = (self._peek(_progress_key(kind)) or b"").decode()
-            while number > int(found or 0):
-                found = self.store.compare_set(_progress_key(kind), found, str(number)).decode()
-
     def _initial_ranks(self, terminated: set[int]) -> list[int]:
         """Return the initial ranks of all others, which have published them, by dense rank."""
         ranks = range(self.world_size or 0)
@@ -399,18 +323,10 @@ class Agreement:
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
-    def _decide(self, key: str, value: str) -> str:
-        """Write a value unless there is one; return the one that counts."""
-        return self.store.compare_set(key, "", value).decode()
-
     def _arrive(self, name: str, initial_rank: int) -> bool:
         """Arrive, once or repeatedly; return whether all processes have."""
         size = self.store.arrive(name, str(initial_rank))
         return self.world_size is not None and size >= self.world_size
-
-    def _peek(self, key: str) -> bytes | None:
-        """Return a value if there is one now."""
-        return self.store.get(key) if self.store.check([key]) else None
 
     def _value(self, key: str, timeout_s: float) -> bytes | None:
         """Return a value, once there is one; None if there is none in time."""
@@ -508,20 +424,3 @@ def depart(
         except StaleViewError:
             if current == following or agreement.was_left_behind(initial_rank):
                 return  # the others went on without the process already
-
-
-def heartbeat_key(rank: int) -> str:
-    """Return the key in the store of an iteration at which the monitor process of a rank writes its heartbeat."""
-    return f"heartbeat/{rank}"
-
-
-def _detail_key(record: InterruptionRecord) -> str:
-    return f"detail/{record.rank}/{record.interruption.name}"
-
-
-def _progress_key(kind: str) -> str:
-    return f"progress/{kind}"
-
-
-def _hang_key(rank: int) -> str:
-    return f"hangs/{rank}"

@@ -1,4 +1,4 @@
-"""Stores for the wrapper: torch stores with the logical contents of `StoreMixin`.
+"""Stores for the wrapper: torch stores with the verbs of the coordination store.
 
     class MyStore(StoreMixin, torch.distributed.SomeStore): ...
 
@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreServer
+from inprocess.coordination import Access, Call, CoordinationStore, StoreMixin, StoreServer, StoreVerbs
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.namespace import PrefixView
 from inprocess.coordination.process import PORT_WAIT_S
+from inprocess.coordination.wire import Op
 from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.proofs import job_secret
@@ -52,7 +53,7 @@ _TRY_S = 1.0
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
-class _ClientStore(StoreMixin, TorchStore):  # the operations of this class override those of both
+class _ClientStore(StoreMixin, TorchStore):
     """A torch store whose work is done by a torch-free `client`."""
 
     client: CoordinationStore | EtcdClient
@@ -72,57 +73,14 @@ class _ClientStore(StoreMixin, TorchStore):  # the operations of this class over
         """Return True: `append`, `multi_get` and `multi_set` are supported."""
         return True
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self.client.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self.client.get(key, self.timeout)
-
-    def get_within(self, key: str, timeout: timedelta) -> bytes:
-        return self.client.get_within(key, timeout)
-
-    def add(self, key: str, amount: int) -> int:
-        return self.client.add(key, amount)
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self.client.append(key, value)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self.client.check(keys)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self.client.wait(keys, self.timeout if timeout is None else timeout)
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self.client.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self.client.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self.client.num_keys()
+    def perform(self, call: Call) -> tuple[bytes, ...]:
+        if call.op is Op.GET and call.timeout is None:
+            call = call._replace(timeout=self.timeout)  # which torch may have changed
+        return self.client.perform(call)
 
     # The names by which the C++ side of torch calls these two.
-    deleteKey = delete_key  # noqa: N815
-    getNumKeys = num_keys  # noqa: N815
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self.client.multi_get(keys, self.timeout)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self.client.multi_set(keys, values)
-
-    def delete_prefix(self, prefix: str) -> int:
-        return self.client.delete_prefix(prefix)
-
-    def arrive(self, name: str, member: str) -> int:
-        return self.client.arrive(name, member)
-
-    def wait_size(self, name: str, size: int, timeout: timedelta | None = None) -> int:
-        return self.client.wait_size(name, size, self.timeout if timeout is None else timeout)
-
-    def members(self, name: str) -> frozenset[str]:
-        return self.client.members(name)
+    deleteKey = StoreVerbs.delete_key  # noqa: N815
+    getNumKeys = StoreVerbs.num_keys  # noqa: N815
 
 
 class TCPStore(_ClientStore):
@@ -228,7 +186,7 @@ class EtcdStore(_ClientStore):
         self.client = EtcdClient(cluster, job, timeout=timeout, patience=patience)
 
 
-class FileStore(StoreMixin, TorchFileStore):  # both define `wait`; the one of the mixin counts
+class FileStore(StoreMixin, TorchFileStore):
     """A store in a file: `FileStore(file_name, world_size)`. It needs no server, so no rank is critical.
 
     The file grows with every change, and waits poll it; it is for tests and single machines.
@@ -237,12 +195,14 @@ class FileStore(StoreMixin, TorchFileStore):  # both define `wait`; the one of t
     critical_ranks: tuple[int, ...] = ()
 
 
-class PrefixStore(PrefixView, StoreMixin, TorchPrefixStore):  # the operations of the view count
+class PrefixStore(PrefixView, StoreMixin, TorchPrefixStore):  # of both, `perform` of the view counts
     """A namespace of its own for each iteration: `PrefixStore(iteration, store)`. `base_store` is that store.
 
     That is a `TCPStore` or `FileStore` of this module, or another store with `StoreMixin`. For C++ this is a
     `torch.distributed.PrefixStore` with the same keys.
     """
+
+    base_store: Any
 
     def __init__(self, iteration: int | str, store: Any) -> None:
         TorchPrefixStore.__init__(self, str(iteration), store)

@@ -333,9 +333,7 @@ class CallWrapper(Uncopied):
 
     def forget_iteration(self, iteration: int) -> None:
         """Delete the keys of this iteration, which no process reads any more."""
-        clear = getattr(iteration_store(self.base_store, iteration), "clear", None)
-        if clear is not None:
-            clear()
+        iteration_store(self.base_store, iteration).clear()
 
 
 def _runs_later(function: Callable[..., Any]) -> bool:

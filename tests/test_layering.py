@@ -70,7 +70,7 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"torn_locks", "waiting"},
     {"leftovers", "unblock"},
     {"blame", "coordination", "events", "phases", "progress_watchdog", "reasons", "repetition", "state"},
-    {"roster"},
+    {"reports", "roster"},
     {"agreement"},
     {"absent", "joining"},
     {"completion", "finalize", "health_check", "initialize", "rank_assignment", "sections", "store", "terminate"},

@@ -10,9 +10,11 @@ Alternatively both use `etcd.EtcdClient` and an etcd cluster; that module is imp
 from __future__ import annotations
 
 from inprocess.coordination.client import CoordinationStore, StoreClient
-from inprocess.coordination.mixin import Guard, StoreMixin
+from inprocess.coordination.mixin import StoreMixin
 from inprocess.coordination.namespace import Namespace, RestartIndex
+from inprocess.coordination.rank_verbs import RankVerbs
 from inprocess.coordination.server import StoreServer
+from inprocess.coordination.verbs import Call, Guard, StoreVerbs
 from inprocess.coordination.wire import Access
 
 __all__ = [
@@ -20,8 +22,11 @@ __all__ = [
     "CoordinationStore",
     "Guard",
     "Namespace",
+    "Call",
+    "RankVerbs",
     "RestartIndex",
     "StoreClient",
     "StoreMixin",
     "StoreServer",
+    "StoreVerbs",
 ]

@@ -12,21 +12,14 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Self
 
 from inprocess.coordination.connection import ClientConnection, RefusedError
-from inprocess.coordination.mixin import NO_GUARD, Guard, StoreMixin, few, in_bytes
-from inprocess.coordination.wire import (
-    Access,
-    Frame,
-    Op,
-    WireError,
-    encode,
-    number,
-    pack_number,
-)
+from inprocess.coordination.store_compat import CompatibleVerbs
+from inprocess.coordination.verbs import Call, StoreVerbs
+from inprocess.coordination.wire import Access, Frame, Op, WireError, encode, pack_number
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.proofs import fresh_nonce
 from inprocess.ipc.suspension import Silence
@@ -42,10 +35,10 @@ _CONNECT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
-class StoreClient:
+class StoreClient(StoreVerbs):
     """Access to the store of a job. For any number of threads.
 
-    Keys are text, values bytes (text is encoded as UTF-8). Requests of different threads share one connection, which a
+    Requests of different threads share one connection, which a
     thread of the client opens, keeps alive, and opens again when it breaks. Pending requests are then sent again, and
     each change is applied once, however often it is sent.
 
@@ -140,81 +133,15 @@ class StoreClient:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # -- keys ----------------------------------------------------------------------------------------------------------
-
-    def set(self, key: str, value: str | bytes, *, guard: Guard = NO_GUARD) -> None:
-        """Write a value, over any other."""
-        self._change(Op.SET, guard, key.encode(), in_bytes(value))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes], *, guard: Guard = NO_GUARD) -> None:
-        """Write several values in one step."""
-        self._change(Op.SET, guard, *(f for k, v in zip(keys, values, strict=True) for f in (k.encode(), in_bytes(v))))
-
-    def get(self, key: str, timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> bytes:
-        """Return the value of a key once it exists. StoreTimeoutError if it does not appear in time."""
-        return self.multi_get([key], timeout, guard=guard)[0]
-
-    def get_within(self, key: str, timeout: timedelta, *, guard: Guard = NO_GUARD) -> bytes:
-        """Return the value of a key once it exists. StoreTimeoutError if it does not appear in time."""
-        return self.get(key, timeout, guard=guard)
-
-    def multi_get(
-        self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = NO_GUARD
-    ) -> list[bytes]:
-        """Return the values of keys, once all exist."""
-        return list(self._ask(Op.GET, *_guarded(guard), *_names(keys), timeout=timeout, label=few(keys)))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> None:
-        """Wait until all these keys exist. StoreTimeoutError if they do not appear in time."""
-        self.multi_get(keys, timeout, guard=guard)
-
-    def add(self, key: str, amount: int, *, guard: Guard = NO_GUARD) -> int:
-        """Add to a number, 0 if it does not exist yet; return the sum."""
-        return number(self._change(Op.ADD, guard, key.encode(), pack_number(amount))[0])
-
-    def append(self, key: str, value: str | bytes, *, guard: Guard = NO_GUARD) -> None:
-        """Append to a value, empty if it does not exist yet."""
-        self._change(Op.APPEND, guard, key.encode(), in_bytes(value))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all these keys exist now."""
-        return bool(number(self._ask(Op.CHECK, *_names(keys))[0]))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, *, guard: Guard = NO_GUARD) -> bytes:
-        """Write `desired` if the key holds `expected`, or is absent and that is empty; return its value."""
-        return self._change(Op.COMPARE_SET, guard, key.encode(), in_bytes(expected), in_bytes(desired))[0]
-
-    def delete_key(self, key: str, *, guard: Guard = NO_GUARD) -> bool:
-        """Delete a key; return whether it existed."""
-        return bool(number(self._change(Op.DELETE_KEY, guard, key.encode())[0]))
-
-    def delete_prefix(self, prefix: str) -> int:
-        """Delete all keys and sets whose names begin with `prefix`; return how many."""
-        return number(self._change(Op.DELETE_PREFIX, NO_GUARD, prefix.encode())[0])
-
-    def num_keys(self) -> int:
-        """Return how many keys there are."""
-        return number(self._ask(Op.NUM_KEYS)[0])
-
-    # -- sets ----------------------------------------------------------------------------------------------------------
-
-    def arrive(self, name: str, member: str, *, guard: Guard = NO_GUARD) -> int:
-        """Add a member to a set, which may contain it already; return the size."""
-        return number(self._change(Op.ARRIVE, guard, name.encode(), member.encode())[0])
-
-    def wait_size(self, name: str, size: int, timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> int:
-        """Wait until a set has `size` members; return how many it has. StoreTimeoutError if it does not in time."""
-        fields = (*_guarded(guard), name.encode(), pack_number(size))
-        return number(self._ask(Op.WAIT_SIZE, *fields, timeout=timeout, label=f"member {size} of {name!r}")[0])
-
-    def members(self, name: str) -> frozenset[str]:
-        """Return the members of a set, none if it does not exist."""
-        return frozenset(member.decode() for member in self._ask(Op.MEMBERS, name.encode()))
-
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _change(self, op: Op, guard: Guard, *fields: bytes) -> tuple[bytes, ...]:
-        return self._ask(op, *_guarded(guard), *fields)
+    def perform(self, call: Call) -> tuple[bytes, ...]:
+        op, names, values, timeout, _, guard = call
+        fields = [*map(str.encode, names), *values]
+        if op.reads:
+            return self._ask(op, *fields)
+        label = call.label if op.waits else ""
+        return self._ask(op, guard.key.encode(), guard.value.encode(), *fields, timeout=timeout, label=label)
 
     def _ask(self, op: Op, *fields: bytes, timeout: timedelta | None = None, label: str = "") -> tuple[bytes, ...]:
         """Send a request, and return the fields of its answer.
@@ -405,8 +332,8 @@ class StoreClient:
                 self._socket.close()
 
 
-class CoordinationStore(StoreClient, StoreMixin):  # of both, the operations of the client count
-    """The client with the logical contents of the store."""
+class CoordinationStore(StoreClient, CompatibleVerbs):
+    """The client with the verbs of ranks."""
 
 
 class _Call:
@@ -437,11 +364,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _guarded(guard: Guard) -> tuple[bytes, bytes]:
-    return guard.key.encode(), guard.value.encode()
-
-
-def _names(keys: Sequence[str]) -> list[bytes]:
-    return [key.encode() for key in keys]

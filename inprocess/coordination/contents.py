@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 from inprocess.coordination.wire import MAX_VALUE, Frame, Op, WireError, number, pack_number
 
@@ -80,58 +82,46 @@ class Contents:
         if stale is not None:
             return Change(stale)
         try:
-            change = self._apply(frame.op, arguments)
+            change = _CHANGES[frame.op](self, arguments)
         except NotApplicable as error:
             change = Change((Op.FAILED, (str(error).encode(),)))
         memory.answers[frame.id] = change.answer
         return change
 
-    def _apply(self, op: Op, arguments: list[bytes]) -> Change:
-        if op is Op.ARRIVE:
-            name, member = arguments
-            members = self.sets.setdefault(name, {})
-            if member not in members:
-                self._grow(len(member))
-                members[member] = None
-            return Change((Op.OK, (pack_number(len(members)),)), set_name=name)
-        if op is Op.DELETE_PREFIX:
-            (prefix,) = arguments
-            return Change((Op.OK, (pack_number(self._delete_prefix(prefix)),)))
-        if op is Op.SET:
-            if len(arguments) % 2:
-                raise WireError("a key without a value")
-            for at in range(0, len(arguments), 2):
-                self._set(arguments[at], arguments[at + 1])
-            return Change((Op.OK, ()), tuple(arguments[::2]))
-        key, *values = arguments
-        before = self.keys.get(key)
-        answer = self._change_key(op, key, values)
-        changed = op is Op.APPEND or self.keys.get(key) is not before
-        return Change((Op.OK, answer), (key,) if changed else ())
+    def read(self, frame: Frame) -> Answer:
+        """Return the answer to a frame that reads. ValueError if it is malformed."""
+        if frame.op is Op.MEMBERS:
+            (name,) = frame.fields
+            return Op.OK, tuple(self.sets.get(name, ()))
+        count = len(self.keys) if frame.op is Op.NUM_KEYS else all(key in self.keys for key in frame.fields)
+        return Op.OK, (pack_number(count),)
 
-    def _change_key(self, op: Op, key: bytes, values: list[bytes]) -> tuple[bytes, ...]:
-        if op is Op.DELETE_KEY:
-            old = self.keys.pop(key, None)
-            self._bytes -= len(old or b"")
-            return (pack_number(old is not None),)
-        if op is Op.COMPARE_SET:
-            expected, desired = values
-            return (self._compare_set(key, expected, desired),)
-        (value,) = values
-        if op is Op.APPEND:
-            self._append(key, value)
-            return ()
-        total = self._counter(key) + number(value)
+    def answer_to(self, waiter: Waiter[Any]) -> Answer | None:
+        """Return the answer to a waiting request; None as long as its condition does not hold."""
+        if waiter.set_name is not None:
+            size = len(self.sets.get(waiter.set_name, ()))
+            return (Op.OK, (pack_number(size),)) if size >= waiter.size else None
+        if any(key not in self.keys for key in waiter.keys):
+            return None
+        return Op.OK, tuple(bytes(self.keys[key]) for key in waiter.keys)
+
+    def _set_all(self, arguments: Sequence[bytes]) -> Change:
+        if len(arguments) % 2:
+            raise WireError("a key without a value")
+        half = len(arguments) // 2
+        keys = tuple(arguments[:half])
+        for key, value in zip(keys, arguments[half:], strict=True):
+            self._set(key, value)
+        return Change((Op.OK, ()), keys)
+
+    def _add(self, arguments: Sequence[bytes]) -> Change:
+        key, amount = arguments
+        total = self._counter(key) + number(amount)
         self._set(key, str(total).encode())
-        return (pack_number(total),)
+        return Change((Op.OK, (pack_number(total),)), (key,))
 
-    def _set(self, key: bytes, value: bytes) -> None:
-        if len(value) > MAX_VALUE:
-            raise NotApplicable(f"key {key!r} would have {len(value)} bytes; the limit is {MAX_VALUE}")
-        self._grow(len(value) - len(self.keys.get(key, b"")))
-        self.keys[key] = value
-
-    def _append(self, key: bytes, value: bytes) -> None:
+    def _append(self, arguments: Sequence[bytes]) -> Change:
+        key, value = arguments
         current = self.keys.get(key, b"")
         if len(current) + len(value) > MAX_VALUE:
             raise NotApplicable(f"key {key!r} would have {len(current) + len(value)} bytes; the limit is {MAX_VALUE}")
@@ -139,6 +129,47 @@ class Contents:
         if not isinstance(current, bytearray):
             current = self.keys[key] = bytearray(current)
         current += value
+        return Change((Op.OK, ()), (key,))
+
+    def _compare_set(self, arguments: Sequence[bytes]) -> Change:
+        key, expected, desired = arguments
+        current = self.keys.get(key)
+        if current is None and expected:
+            return Change((Op.OK, (expected,)))  # as torch's stores answer when the key is absent
+        if current is None or (current == expected and current != desired):
+            self._set(key, desired)
+            return Change((Op.OK, (desired,)), (key,))
+        return Change((Op.OK, (bytes(current),)))
+
+    def _delete_key(self, arguments: Sequence[bytes]) -> Change:
+        (key,) = arguments
+        old = self.keys.pop(key, None)
+        self._bytes -= len(old or b"")
+        return Change((Op.OK, (pack_number(old is not None),)), () if old is None else (key,))
+
+    def _delete_prefix(self, arguments: Sequence[bytes]) -> Change:
+        (prefix,) = arguments
+        keys = [key for key in self.keys if key.startswith(prefix)]
+        sets = [name for name in self.sets if name.startswith(prefix)]
+        for key in keys:
+            self._bytes -= len(self.keys.pop(key))
+        for name in sets:
+            self._bytes -= sum(map(len, self.sets.pop(name)))
+        return Change((Op.OK, (pack_number(len(keys) + len(sets)),)))
+
+    def _arrive(self, arguments: Sequence[bytes]) -> Change:
+        name, member = arguments
+        members = self.sets.setdefault(name, {})
+        if member not in members:
+            self._grow(len(member))
+            members[member] = None
+        return Change((Op.OK, (pack_number(len(members)),)), set_name=name)
+
+    def _set(self, key: bytes, value: bytes) -> None:
+        if len(value) > MAX_VALUE:
+            raise NotApplicable(f"key {key!r} would have {len(value)} bytes; the limit is {MAX_VALUE}")
+        self._grow(len(value) - len(self.keys.get(key, b"")))
+        self.keys[key] = value
 
     def _grow(self, size: int) -> None:
         if self._bytes + size > _MOST_BYTES:
@@ -152,23 +183,18 @@ class Contents:
         except ValueError:
             raise NotApplicable(f"key {key!r} holds {text[:100]!r}, which is not a number to add to") from None
 
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        current = self.keys.get(key)
-        if current is None and expected:
-            return expected  # as torch's stores answer when the key is absent
-        if current is None or (current == expected and current != desired):
-            self._set(key, desired)
-            return desired
-        return bytes(current)
 
-    def _delete_prefix(self, prefix: bytes) -> int:
-        keys = [key for key in self.keys if key.startswith(prefix)]
-        sets = [name for name in self.sets if name.startswith(prefix)]
-        for key in keys:
-            self._bytes -= len(self.keys.pop(key))
-        for name in sets:
-            self._bytes -= sum(map(len, self.sets.pop(name)))
-        return len(keys) + len(sets)
+_CHANGES: Mapping[Op, Callable[[Contents, Sequence[bytes]], Change]] = MappingProxyType(
+    {
+        Op.SET: Contents._set_all,
+        Op.ADD: Contents._add,
+        Op.APPEND: Contents._append,
+        Op.COMPARE_SET: Contents._compare_set,
+        Op.DELETE_KEY: Contents._delete_key,
+        Op.DELETE_PREFIX: Contents._delete_prefix,
+        Op.ARRIVE: Contents._arrive,
+    }
+)
 
 
 @dataclass(eq=False)

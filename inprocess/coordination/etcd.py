@@ -24,9 +24,10 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -46,7 +47,9 @@ from inprocess.coordination.etcd_messages import (
     read,
     suffix,
 )
-from inprocess.coordination.mixin import NO_GUARD, Guard, StoreMixin, few, in_bytes
+from inprocess.coordination.store_compat import CompatibleVerbs
+from inprocess.coordination.verbs import NO_GUARD, Call, Guard, in_bytes
+from inprocess.coordination.wire import Op, number, pack_number
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.threads import JoinableThread
 
@@ -61,10 +64,10 @@ _OPS = 100  # in a transaction; etcd accepts 128 by default
 _CHECK_S = 5.0  # between checks of a wait, in case the process that should have reported a size has died
 
 
-class EtcdClient(StoreMixin):
+class EtcdClient(CompatibleVerbs):
     """Access to the store of a job in an etcd cluster. For any number of threads. Imports no torch.
 
-    It has the operations, guards and errors of `StoreClient`, with two differences: `multi_set` writes up to 50 keys in
+    It has the verbs, guards and errors of `StoreClient`, with two differences: `multi_set` writes up to 50 keys in
     one step, and a key that was appended to can be read, written and deleted, but not used by `add` or `compare_set`.
     """
 
@@ -148,124 +151,104 @@ class EtcdClient(StoreMixin):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def perform(self, call: Call) -> tuple[bytes, ...]:
+        return _VERBS[call.op](self, call)
+
     # -- keys ----------------------------------------------------------------------------------------------------------
 
-    def set(self, key: str, value: str | bytes, *, guard: Guard = NO_GUARD) -> None:
-        """Write a value, over any other."""
-        self.multi_set([key], [value], guard=guard)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes], *, guard: Guard = NO_GUARD) -> None:
-        """Write several values, up to 50 in one step."""
-        for batch in _batches(list(dict(zip(keys, values, strict=True)).items()), _OPS // 2):
+    def _set(self, call: Call) -> tuple[bytes, ...]:
+        for batch in _batches(list(zip(call.names, call.values, strict=True)), _OPS // 2):
             deletions = [delete(self._span("k", f"{key}\0")) for key, _ in batch]  # removes what was appended
-            self._change(guard, [*(self._put("k", key, "", value) for key, value in batch), *deletions])
+            self._change(call.guard, [*(self._put("k", key, "", value) for key, value in batch), *deletions])
+        return ()
 
-    def get(self, key: str, timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> bytes:
-        """Return the value of a key once it exists. StoreTimeoutError if it does not appear in time."""
-        return self.multi_get([key], timeout, guard=guard)[0]
-
-    def get_within(self, key: str, timeout: timedelta, *, guard: Guard = NO_GUARD) -> bytes:
-        """Return the value of a key once it exists. StoreTimeoutError if it does not appear in time."""
-        return self.get(key, timeout, guard=guard)
-
-    def multi_get(
-        self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = NO_GUARD
-    ) -> list[bytes]:
-        """Return the values of keys, once all exist."""
-
-        def look(request: Request) -> _Look[list[bytes]]:
+    def _get(self, call: Call) -> tuple[bytes, ...]:
+        def look(request: Request) -> _Look[tuple[bytes, ...]]:
             found: list[bytes] = []
-            for batch in _batches(keys, _OPS):
-                answers = self._read(request, guard, [read(self._content(key)) for key in batch])
-                for number, key in enumerate(batch):
-                    if not answers.entries(number):
+            for batch in _batches(call.names, _OPS):
+                answers = self._read(request, call.guard, [read(self._content(key)) for key in batch])
+                for nth, key in enumerate(batch):
+                    if not answers.entries(nth):
                         return _Look(answers.revision, missing=self._content(key))
-                    found.append(joined(answers.entries(number)))
-            return _Look(0, found)
+                    found.append(joined(answers.entries(nth)))
+            return _Look(0, tuple(found))
 
-        return self._await(look, guard, timeout, few(keys))
+        return self._await(look, call)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> None:
-        """Wait until all these keys exist. StoreTimeoutError if they do not appear in time."""
-        self.multi_get(keys, timeout, guard=guard)
-
-    def add(self, key: str, amount: int, *, guard: Guard = NO_GUARD) -> int:
-        """Add to a number, 0 if it does not exist yet; return the sum."""
+    def _add(self, call: Call) -> tuple[bytes, ...]:
+        (key,), (amount,) = call.names, call.values
         while True:
-            held, unchanged = self._look_at(key, guard)
-            total = int(held or b"0") + amount
-            if self._change(guard, [self._put("k", key, "", str(total))], unchanged) is not None:
-                return total
+            held, unchanged = self._look_at(key, call.guard)
+            total = int(held or b"0") + number(amount)
+            if self._change(call.guard, [self._put("k", key, "", str(total))], unchanged) is not None:
+                return (pack_number(total),)
 
-    def append(self, key: str, value: str | bytes, *, guard: Guard = NO_GUARD) -> None:
-        """Append to a value, empty if it does not exist yet."""
-        self._change(guard, [self._put("k", key, uuid.uuid4().hex, value)])
+    def _append(self, call: Call) -> tuple[bytes, ...]:
+        (key,), (value,) = call.names, call.values
+        self._change(call.guard, [self._put("k", key, uuid.uuid4().hex, value)])
+        return ()
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all these keys exist now."""
-        for batch in _batches(keys, _OPS):
+    def _check(self, call: Call) -> tuple[bytes, ...]:
+        for batch in _batches(call.names, _OPS):
             answers = self._ask([read(self._content(key), count_only=True) for key in batch])
-            if not all(answers.count(number) for number in range(len(batch))):
-                return False
-        return True
+            if not all(answers.count(nth) for nth in range(len(batch))):
+                return (pack_number(False),)
+        return (pack_number(True),)
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, *, guard: Guard = NO_GUARD) -> bytes:
-        """Write `desired` if the key holds `expected`, or is absent and that is empty; return its value."""
+    def _compare_set(self, call: Call) -> tuple[bytes, ...]:
+        (key,), (expected, desired) = call.names, call.values
         while True:
-            held, unchanged = self._look_at(key, guard)
-            if held != in_bytes(expected):
-                return held
-            if self._change(guard, [self._put("k", key, "", desired)], unchanged) is not None:
-                return in_bytes(desired)
+            held, unchanged = self._look_at(key, call.guard)
+            if held != expected:
+                return (held,)
+            if self._change(call.guard, [self._put("k", key, "", desired)], unchanged) is not None:
+                return (desired,)
 
-    def delete_key(self, key: str, *, guard: Guard = NO_GUARD) -> bool:
-        """Delete a key; return whether it existed."""
-        answers = self._change(guard, [delete(self._content(key))])
+    def _delete_key(self, call: Call) -> tuple[bytes, ...]:
+        answers = self._change(call.guard, [delete(self._content(call.names[0]))])
         assert answers is not None
-        return answers.deleted(0) > 0
+        return (pack_number(answers.deleted(0) > 0),)
 
-    def delete_prefix(self, prefix: str) -> int:
-        """Delete all keys and sets whose names begin with `prefix`; return how many values and members."""
-        answers = self._change(NO_GUARD, [delete(self._span(kind, prefix)) for kind in "kswr"])
+    def _delete_prefix(self, call: Call) -> tuple[bytes, ...]:
+        answers = self._change(call.guard, [delete(self._span(kind, call.names[0])) for kind in "kswr"])
         assert answers is not None
-        return answers.deleted(0) + answers.deleted(1)
+        return (pack_number(answers.deleted(0) + answers.deleted(1)),)
 
-    def num_keys(self) -> int:
-        """Return how many keys there are."""
+    def _num_keys(self, _: Call) -> tuple[bytes, ...]:
         entries = self._ask([read(self._span("k", ""), keys_only=True)]).entries(0)
-        return len({entry.name.rpartition(b"\0")[0] for entry in entries})
+        return (pack_number(len({entry.name.rpartition(b"\0")[0] for entry in entries})),)
 
     # -- sets ----------------------------------------------------------------------------------------------------------
 
-    def arrive(self, name: str, member: str, *, guard: Guard = NO_GUARD) -> int:
-        """Add a member to a set, which may contain it already; return the size."""
+    def _arrive(self, call: Call) -> tuple[bytes, ...]:
+        (name,), (member,) = call.names, call.values
         reads = [
             read(self._span("s", f"{name}\0"), count_only=True),
             read(self._span("w", f"{name}\0"), keys_only=True),
         ]
-        answers = self._change(guard, [self._put("s", name, member), *reads])
+        answers = self._change(call.guard, [self._put("s", name, member.decode()), *reads])
         assert answers is not None
         size = answers.count(1)
         for wanted in map(suffix, answers.entries(2)):
             if int(wanted) <= size:
-                self._change(guard, [self._put("r", name, wanted)])
-        return size
+                self._change(call.guard, [self._put("r", name, wanted)])
+        return (pack_number(size),)
 
-    def wait_size(self, name: str, size: int, timeout: timedelta | None = None, *, guard: Guard = NO_GUARD) -> int:
-        """Wait until a set has `size` members; return how many it has. StoreTimeoutError if it does not in time."""
+    def _wait_size(self, call: Call) -> tuple[bytes, ...]:
+        (name,), size = call.names, number(call.values[0])
 
-        def look(request: Request) -> _Look[int]:
-            answers = self._read(request, guard, [read(self._span("s", f"{name}\0"), count_only=True)])
+        def look(request: Request) -> _Look[tuple[bytes, ...]]:
+            answers = self._read(request, call.guard, [read(self._span("s", f"{name}\0"), count_only=True)])
             if answers.count(0) >= size:
-                return _Look(0, answers.count(0))
+                return _Look(0, (pack_number(answers.count(0)),))
             return _Look(answers.revision, missing=Span(self._name("r", name, str(size))))
 
-        self._change(guard, [self._put("w", name, str(size))])  # before the look: see `arrive`
-        return self._await(look, guard, timeout, f"member {size} of {name!r}")
+        self._change(call.guard, [self._put("w", name, str(size))])  # before the look: see `_arrive`
+        return self._await(look, call)
 
-    def members(self, name: str) -> frozenset[str]:
-        """Return the members of a set, none if it does not exist."""
-        return frozenset(map(suffix, self._ask([read(self._span("s", f"{name}\0"), keys_only=True)]).entries(0)))
+    def _members(self, call: Call) -> tuple[bytes, ...]:
+        entries = self._ask([read(self._span("s", f"{call.names[0]}\0"), keys_only=True)]).entries(0)
+        return tuple(suffix(entry).encode() for entry in entries)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -346,9 +329,9 @@ class EtcdClient(StoreMixin):
         with self._slots.one() as slot:
             return self._gateway.run(lambda request: change(request, slot))
 
-    def _await(self, look: Callable[[Request], _Look[_T]], guard: Guard, timeout: timedelta | None, label: str) -> _T:
+    def _await(self, look: Callable[[Request], _Look[_T]], call: Call) -> _T:
         """Call `look` after every change until it finds what is waited for; return that."""
-        limit_s = (self._timeout if timeout is None else timeout).total_seconds()
+        limit_s, guard = self._limit(call.timeout).total_seconds(), call.guard
         deadline = time.monotonic() + limit_s
 
         def wait(request: Request) -> _T:
@@ -359,7 +342,7 @@ class EtcdClient(StoreMixin):
                     return found.value
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise StoreTimeoutError(f"{label} did not appear in the store within {limit_s:g} s")
+                    raise StoreTimeoutError(f"{call.label} did not appear in the store within {limit_s:g} s")
                 spans = [found.missing, *([Span(self._name("k", guard.key, ""))] if guard.key else [])]
                 self._gateway.wait_for_event(request, map(place, spans), found.revision, min(left_s, _CHECK_S))
 
@@ -400,6 +383,24 @@ class EtcdClient(StoreMixin):
         answer = self._gateway.post(request, "/v3/lease/keepalive", {"ID": str(self._lease)})
         if int(answer.get("TTL", 0)) <= 0:
             raise StoreError(f"the lease of job {self.job!r} has expired: no process renewed it for {_LEASE_S} s")
+
+
+_VERBS: Mapping[Op, Callable[[EtcdClient, Call], tuple[bytes, ...]]] = MappingProxyType(
+    {
+        Op.SET: EtcdClient._set,
+        Op.GET: EtcdClient._get,
+        Op.ADD: EtcdClient._add,
+        Op.APPEND: EtcdClient._append,
+        Op.CHECK: EtcdClient._check,
+        Op.COMPARE_SET: EtcdClient._compare_set,
+        Op.DELETE_KEY: EtcdClient._delete_key,
+        Op.DELETE_PREFIX: EtcdClient._delete_prefix,
+        Op.NUM_KEYS: EtcdClient._num_keys,
+        Op.ARRIVE: EtcdClient._arrive,
+        Op.WAIT_SIZE: EtcdClient._wait_size,
+        Op.MEMBERS: EtcdClient._members,
+    }
+)
 
 
 class _Look(NamedTuple, Generic[_T]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 from typing import Any, NamedTuple, TypeAlias
 
-from inprocess.coordination.mixin import in_bytes
+from inprocess.coordination.verbs import in_bytes
 
 __all__ = [
     "Answers",

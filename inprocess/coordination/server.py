@@ -273,9 +273,8 @@ class StoreServer:
         peer.send(encode(Op.WELCOME, 0, proof(self._access, b"server", nonce, peer.nonce)))
 
     def _serve_request(self, peer: _Peer, client: bytes, frame: Frame) -> None:
-        contents, fields = self._contents, frame.fields
         if frame.op.changes:
-            change = contents.change(client, frame)
+            change = self._contents.change(client, frame)
             peer.answer(frame.id, change.answer)
             for key in change.keys:
                 self._key_changed(key)
@@ -283,12 +282,8 @@ class StoreServer:
                 self._set_grew(change.set_name)
         elif frame.op.waits:
             self._wait(peer, frame)
-        elif frame.op is Op.CHECK:
-            peer.answer(frame.id, (Op.OK, (pack_number(all(key in contents.keys for key in fields)),)))
-        elif frame.op is Op.NUM_KEYS:
-            peer.answer(frame.id, (Op.OK, (pack_number(len(contents.keys)),)))
-        elif frame.op is Op.MEMBERS:
-            peer.answer(frame.id, (Op.OK, tuple(contents.sets.get(fields[0], {}))))
+        elif frame.op.reads:
+            peer.answer(frame.id, self._contents.read(frame))
         else:
             raise WireError(f"{frame.op.name} is not a request")
 
@@ -298,8 +293,9 @@ class StoreServer:
         if frame.op is Op.GET:
             waiter = Waiter(peer, frame.id, guard, keys=tuple(rest))
         else:
-            waiter = Waiter(peer, frame.id, guard, set_name=rest[0], size=number(rest[1]))
-        answer = self._contents.stale(guard) or self._answer_to(waiter)
+            name, size = rest
+            waiter = Waiter(peer, frame.id, guard, set_name=name, size=number(size))
+        answer = self._contents.stale(guard) or self._contents.answer_to(waiter)
         if answer is not None:
             peer.answer(frame.id, answer)
         elif frame.id not in peer.waiting:
@@ -310,22 +306,13 @@ class StoreServer:
         waiter.peer.waiting[waiter.id] = waiter
         self._waiters.file(waiter, missing)
 
-    def _answer_to(self, waiter: Waiter[_Peer]) -> Answer | None:
-        contents = self._contents
-        if waiter.set_name is not None:
-            size = len(contents.sets.get(waiter.set_name, ()))
-            return (Op.OK, (pack_number(size),)) if size >= waiter.size else None
-        if any(key not in contents.keys for key in waiter.keys):
-            return None
-        return Op.OK, tuple(bytes(contents.keys[key]) for key in waiter.keys)
-
     def _key_changed(self, key: bytes) -> None:
         value = bytes(self._contents.keys.get(key, b""))
         for waiter in self._waiters.of_guard(key, value):
             self._release(waiter, (Op.STALE, (value,)))
         if key in self._contents.keys:
             for waiter in self._waiters.of_key(key):
-                answer = self._answer_to(waiter)
+                answer = self._contents.answer_to(waiter)
                 self._waiters.discard(waiter)
                 del waiter.peer.waiting[waiter.id]
                 if answer is None:

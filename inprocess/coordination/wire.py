@@ -39,7 +39,7 @@ __all__ = [
     "proof",
 ]
 
-PROTOCOL = b"inprocess store 2"
+PROTOCOL = b"inprocess store 3"
 MAX_VALUE = 4 << 20  # of one key; the store is for coordination, not for tensors
 MAX_BODY = 8 << 20  # of one frame
 MAX_GREETING = 1 << 10  # of a frame before the connection is authenticated
@@ -73,7 +73,10 @@ class Access:
 
 
 class Op(enum.IntEnum):
-    """Operations: requests up to 63, answers from 64. A guarded request begins with key and value of the guard."""
+    """Operations: requests up to 63, answers from 64. A guarded request begins with key and value of the guard.
+
+    Those from 5 to 22 are the verbs of the store, see `verbs`.
+    """
 
     HELLO = 1  # client id, nonce, proof
     PING = 2
@@ -88,7 +91,7 @@ class Op(enum.IntEnum):
     WAIT_SIZE = 9  # guard, guard, name, size: when the set has that size
 
     # Change contents, once for each id of a client. Guarded; then the floor: all ids below are settled.
-    SET = 16  # (key, value)*
+    SET = 16  # key*, value*
     ADD = 17  # key, amount
     APPEND = 18  # key, value
     COMPARE_SET = 19  # key, expected, desired
@@ -105,13 +108,10 @@ class Op(enum.IntEnum):
     STALE = 70  # the value of the guard's key, which differs from the guard's
     CANCELLED = 71  # the condition of the waiting request does not hold yet
 
-    @property
-    def waits(self) -> bool:
-        return self in (Op.GET, Op.WAIT_SIZE)
-
-    @property
-    def changes(self) -> bool:
-        return Op.SET <= self <= Op.ARRIVE
+    def __init__(self, code: int) -> None:
+        self.reads = 5 <= code <= 7
+        self.waits = 8 <= code <= 9
+        self.changes = 16 <= code <= 22
 
 
 @dataclass(frozen=True)

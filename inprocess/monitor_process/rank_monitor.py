@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from inprocess.absent import silent_note
-from inprocess.agreement import Agreement, IterationStore, depart
+from inprocess.agreement import Agreement, depart
 from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord
+from inprocess.coordination.namespace import PrefixView
 from inprocess.exception import RestartError, StaleViewError
 from inprocess.ipc.suspension import Suspension
 from inprocess.monitor_process import messages
@@ -168,7 +169,7 @@ class RankMonitor:
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
-    def _store_of(self, iteration: int) -> IterationStore:
+    def _store_of(self, iteration: int) -> PrefixView:
         return iteration_store(self._store, iteration)
 
     def _agreement(self, iteration: int) -> Agreement:

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from inprocess.agreement import heartbeat_key
 from inprocess.exception import StaleViewError, StoreError
 from inprocess.ipc.suspension import Silence
+from inprocess.reports import heartbeat_key
 
 __all__ = ["HeartbeatStore", "SiblingMonitor", "heartbeat_interval_s"]
 

@@ -10,10 +10,10 @@ import json
 import os
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
-from inprocess.agreement import IterationStore
 from inprocess.coordination import Access, CoordinationStore, Namespace
+from inprocess.coordination.namespace import PrefixView
 
 __all__ = ["describe_store", "iteration_store", "open_store"]
 
@@ -68,11 +68,11 @@ def open_store(description: dict[str, Any], patience_s: float) -> Any:
     return factory(**kwargs)
 
 
-def iteration_store(base_store: Any, iteration: int) -> IterationStore:
+def iteration_store(base_store: Any, iteration: int) -> PrefixView:
     """Return the namespace of an iteration: the same keys for a rank and its monitor process."""
     client = getattr(base_store, "client", base_store)
     if getattr(client, "takes_guards", False):
-        return cast(IterationStore, Namespace(iteration, client))
+        return Namespace(iteration, client)
     from inprocess.store import PrefixStore
 
-    return cast(IterationStore, PrefixStore(iteration, base_store))
+    return PrefixStore(iteration, base_store)

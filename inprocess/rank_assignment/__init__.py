@@ -13,7 +13,7 @@ from inprocess.rank_assignment.activity import (
     MaxActiveWorldSize,
     WorldSizeDivisibleBy,
 )
-from inprocess.rank_assignment.base import AssignmentStore, RankAssignment, RankAssignmentCtx, RankFilter
+from inprocess.rank_assignment.base import RankAssignment, RankAssignmentCtx, RankFilter
 from inprocess.rank_assignment.filter_grouped_by_key import FilterCountGroupedByKey, FilterGroupedByKey
 from inprocess.rank_assignment.numbering import FillGaps, LauncherOrder, ShiftRanks
 from inprocess.rank_assignment.rank_tree import Layer, LayerFlag
@@ -24,7 +24,6 @@ __all__ = [
     "RankAssignmentCtx",
     "RankFilter",
     "RankDiscarded",
-    "AssignmentStore",
     "ShiftRanks",
     "FillGaps",
     "LauncherOrder",

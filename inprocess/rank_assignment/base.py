@@ -4,44 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Sequence
-from datetime import timedelta
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from inprocess.exception import RankDiscarded
 from inprocess.state import Mode, State
 
-__all__ = ["AssignmentStore", "RankAssignment", "RankAssignmentCtx", "RankDiscarded", "TwoStyleAssignment"]
-
-
-class AssignmentStore(Protocol):
-    """The coordination store, as far as rank assignments use it. `get` and `get_keys` wait for missing values."""
-
-    def set(self, key: str, value: str | bytes, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-    def append(self, key: str, value: str, /) -> None: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def barrier(
-        self,
-        ranks: Iterable[int],
-        group_name: str,
-        rendezvous_count: int,
-        timeout: timedelta,
-        timeout_chunk: timedelta | None = None,
-    ) -> None:
-        """Arrive for `ranks` and wait until `rendezvous_count` ranks have arrived. A name is used once."""
-
-    def send_key(self, key: str, rank: int, name: str = "", /) -> None:
-        """Publish the grouping key of a rank, for the purpose `name`."""
-
-    def get_keys(self, ranks: Sequence[int], name: str = "", /) -> list[str]:
-        """Return the grouping keys of the ranks, in their order."""
+__all__ = ["RankAssignment", "RankAssignmentCtx", "RankDiscarded", "TwoStyleAssignment"]
 
 
 @dataclasses.dataclass

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from inprocess.rank_assignment.base import AssignmentStore, RankAssignmentCtx, TwoStyleAssignment, check_terminated
+from inprocess.coordination import RankVerbs
+from inprocess.rank_assignment.base import RankAssignmentCtx, TwoStyleAssignment, check_terminated
 from inprocess.state import State
 
 __all__ = ["FilterCountGroupedByKey", "FilterGroupedByKey"]
@@ -54,7 +55,7 @@ class FilterCountGroupedByKey(TwoStyleAssignment):
 
     def _discarded(self, ctx: RankAssignmentCtx, rank: int, survivors: int) -> set[int]:
         """Return the discarded ranks, the same on all ranks: written before the second barrier, read after it."""
-        store: AssignmentStore = ctx.store
+        store: RankVerbs = ctx.store
         # The survivors have run the same chains, so the n-th call of one is the n-th of all. Counting calls in the
         # store, where they end with the iteration, needs no counter in this process that all instances would share.
         # The initial rank, because dense ones change between two assignments with the same store.

@@ -13,8 +13,9 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 
+from inprocess.coordination import RankVerbs
 from inprocess.exception import InternalError, RankDiscarded
-from inprocess.rank_assignment.base import AssignmentStore, RankAssignmentCtx, TwoStyleAssignment, check_terminated
+from inprocess.rank_assignment.base import RankAssignmentCtx, TwoStyleAssignment, check_terminated
 from inprocess.rank_assignment.rank_tree import (
     Grouping,
     Layer,
@@ -145,7 +146,7 @@ _NAME = "tree"
 _STORE_KEY = "rank_assignment/tree"
 
 
-def _exchange_keys(store: AssignmentStore, rank: int, world_size: int, keys: list[str]) -> Grouping:
+def _exchange_keys(store: RankVerbs, rank: int, world_size: int, keys: list[str]) -> Grouping:
     """Publish the keys of this rank, one for each layer, and return those of all ranks.
 
     Rank 0 reads all keys and publishes one text, in which each combination of keys occurs once and the ranks refer to

@@ -97,7 +97,12 @@ class Job:
     def _server(self) -> Iterator[Access]:
         access = Access("127.0.0.1", 0)
         server: Any = start_module("inprocess.coordination.process", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        config = {"clients": _CONNECTIONS_OF_A_RANK * self.ranks, "silence_s": 600.0, "logfile": None}
+        config = {
+            "clients": _CONNECTIONS_OF_A_RANK * self.ranks,
+            "silence_s": 600.0,
+            "logfile": None,
+            "port_wait_s": 0.0,
+        }
         with server:
             server.stdin.write(json.dumps({**config, "access": access.to_document()}).encode() + b"\n")
             server.stdin.flush()

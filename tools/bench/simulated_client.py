@@ -9,7 +9,8 @@ from itertools import count
 
 from inprocess.coordination.client import StoreClient, _Call
 from inprocess.coordination.connection import ClientConnection
-from inprocess.coordination.mixin import Guard, StoreMixin
+from inprocess.coordination.rank_verbs import RankVerbs
+from inprocess.coordination.verbs import Guard
 from inprocess.coordination.wire import Access, Frame, FrameReader, Op, encode
 from inprocess.exception import StaleViewError, StoreError, StoreTimeoutError
 from inprocess.ipc.proofs import fresh_nonce
@@ -20,7 +21,7 @@ _RECEIVE = 1 << 16
 _CONNECT_S = 300.0
 
 
-class SimulatedClient(StoreClient, StoreMixin):
+class SimulatedClient(StoreClient, RankVerbs):
     """Client that sends the frames of a `StoreClient` for the same calls, from the calling thread. For one thread.
 
     `sent` counts the frames by operation, `bytes_received` what came back. PING goes along when it is due, while a

@@ -88,7 +88,7 @@ class SimulatedRank:
             record = InterruptionRecord(self.rank, Interruption.EXCEPTION, "RuntimeError: loss is nan", _TRACEBACK)
             agreement.interrupt(record)
         assert agreement.wait_outcome(_LONG_S) is not None
-        agreement.reported_hang(self.rank)
+        agreement.has_hang()
         agreement.last_call(self.rank, _LONG_S)
         agreement.arrive_at_end(self.rank)
         agreement.wait_roster(self.rank, _LONG_S, _LONG_S)

@@ -74,6 +74,8 @@ GUARD = (b"", b"")
         (True, encode(Op.SET, 1, *GUARD, b"no number", b"key", b"value"), "number"),
         (True, encode(Op.SET, 1, *GUARD, pack_number(1), b"key"), "without a value"),
         (True, encode(Op.ADD, 1, *GUARD, pack_number(1), b"key"), "unpack"),
+        (True, encode(Op.MEMBERS, 1), "unpack"),
+        (True, encode(Op.WAIT_SIZE, 1, *GUARD, b"set"), "unpack"),
         (True, encode(Op.OK, 1), "not a request"),
         (True, encode(Op.HELLO, 1), "not a request"),
         (True, struct.pack(">I", 1 << 30), "limit"),
