@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from inprocess.coordination import Access, Call, CoordinationStore, StoreMixin, StoreServer, StoreVerbs
+from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreServer, StoreVerbs, VerbCall
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.namespace import PrefixView
@@ -73,7 +73,7 @@ class _ClientStore(StoreMixin, TorchStore):
         """Return True: `append`, `multi_get` and `multi_set` are supported."""
         return True
 
-    def perform(self, call: Call) -> tuple[bytes, ...]:
+    def perform(self, call: VerbCall) -> tuple[bytes, ...]:
         if call.op is Op.GET and call.timeout is None:
             call = call._replace(timeout=self.timeout)  # which torch may have changed
         return self.client.perform(call)

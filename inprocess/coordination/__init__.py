@@ -14,7 +14,7 @@ from inprocess.coordination.mixin import StoreMixin
 from inprocess.coordination.namespace import Namespace, RestartIndex
 from inprocess.coordination.rank_verbs import RankVerbs
 from inprocess.coordination.server import StoreServer
-from inprocess.coordination.verbs import Call, Guard, StoreVerbs
+from inprocess.coordination.verbs import Guard, StoreVerbs, VerbCall
 from inprocess.coordination.wire import Access
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "CoordinationStore",
     "Guard",
     "Namespace",
-    "Call",
+    "VerbCall",
     "RankVerbs",
     "RestartIndex",
     "StoreClient",

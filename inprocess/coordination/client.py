@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from inprocess.coordination.connection import ClientConnection, RefusedError
 from inprocess.coordination.store_compat import CompatibleVerbs
-from inprocess.coordination.verbs import Call, StoreVerbs
+from inprocess.coordination.verbs import StoreVerbs, VerbCall
 from inprocess.coordination.wire import Access, Frame, Op, WireError, encode, pack_number
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.proofs import fresh_nonce
@@ -135,7 +135,7 @@ class StoreClient(StoreVerbs):
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def perform(self, call: Call) -> tuple[bytes, ...]:
+    def perform(self, call: VerbCall) -> tuple[bytes, ...]:
         op, names, values, timeout, _, guard = call
         fields = [*map(str.encode, names), *values]
         if op.reads:

@@ -48,7 +48,7 @@ from inprocess.coordination.etcd_messages import (
     suffix,
 )
 from inprocess.coordination.store_compat import CompatibleVerbs
-from inprocess.coordination.verbs import NO_GUARD, Call, Guard, in_bytes
+from inprocess.coordination.verbs import NO_GUARD, Guard, VerbCall, in_bytes
 from inprocess.coordination.wire import Op, number, pack_number
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.threads import JoinableThread
@@ -151,18 +151,18 @@ class EtcdClient(CompatibleVerbs):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def perform(self, call: Call) -> tuple[bytes, ...]:
+    def perform(self, call: VerbCall) -> tuple[bytes, ...]:
         return _VERBS[call.op](self, call)
 
     # -- keys ----------------------------------------------------------------------------------------------------------
 
-    def _set(self, call: Call) -> tuple[bytes, ...]:
+    def _set(self, call: VerbCall) -> tuple[bytes, ...]:
         for batch in _batches(list(zip(call.names, call.values, strict=True)), _OPS // 2):
             deletions = [delete(self._span("k", f"{key}\0")) for key, _ in batch]  # removes what was appended
             self._change(call.guard, [*(self._put("k", key, "", value) for key, value in batch), *deletions])
         return ()
 
-    def _get(self, call: Call) -> tuple[bytes, ...]:
+    def _get(self, call: VerbCall) -> tuple[bytes, ...]:
         def look(request: Request) -> _Look[tuple[bytes, ...]]:
             found: list[bytes] = []
             for batch in _batches(call.names, _OPS):
@@ -175,7 +175,7 @@ class EtcdClient(CompatibleVerbs):
 
         return self._await(look, call)
 
-    def _add(self, call: Call) -> tuple[bytes, ...]:
+    def _add(self, call: VerbCall) -> tuple[bytes, ...]:
         (key,), (amount,) = call.names, call.values
         while True:
             held, unchanged = self._look_at(key, call.guard)
@@ -183,19 +183,19 @@ class EtcdClient(CompatibleVerbs):
             if self._change(call.guard, [self._put("k", key, "", str(total))], unchanged) is not None:
                 return (pack_number(total),)
 
-    def _append(self, call: Call) -> tuple[bytes, ...]:
+    def _append(self, call: VerbCall) -> tuple[bytes, ...]:
         (key,), (value,) = call.names, call.values
         self._change(call.guard, [self._put("k", key, uuid.uuid4().hex, value)])
         return ()
 
-    def _check(self, call: Call) -> tuple[bytes, ...]:
+    def _check(self, call: VerbCall) -> tuple[bytes, ...]:
         for batch in _batches(call.names, _OPS):
             answers = self._ask([read(self._content(key), count_only=True) for key in batch])
             if not all(answers.count(nth) for nth in range(len(batch))):
                 return (pack_number(False),)
         return (pack_number(True),)
 
-    def _compare_set(self, call: Call) -> tuple[bytes, ...]:
+    def _compare_set(self, call: VerbCall) -> tuple[bytes, ...]:
         (key,), (expected, desired) = call.names, call.values
         while True:
             held, unchanged = self._look_at(key, call.guard)
@@ -204,23 +204,23 @@ class EtcdClient(CompatibleVerbs):
             if self._change(call.guard, [self._put("k", key, "", desired)], unchanged) is not None:
                 return (desired,)
 
-    def _delete_key(self, call: Call) -> tuple[bytes, ...]:
+    def _delete_key(self, call: VerbCall) -> tuple[bytes, ...]:
         answers = self._change(call.guard, [delete(self._content(call.names[0]))])
         assert answers is not None
         return (pack_number(answers.deleted(0) > 0),)
 
-    def _delete_prefix(self, call: Call) -> tuple[bytes, ...]:
+    def _delete_prefix(self, call: VerbCall) -> tuple[bytes, ...]:
         answers = self._change(call.guard, [delete(self._span(kind, call.names[0])) for kind in "kswr"])
         assert answers is not None
         return (pack_number(answers.deleted(0) + answers.deleted(1)),)
 
-    def _num_keys(self, _: Call) -> tuple[bytes, ...]:
+    def _num_keys(self, _: VerbCall) -> tuple[bytes, ...]:
         entries = self._ask([read(self._span("k", ""), keys_only=True)]).entries(0)
         return (pack_number(len({entry.name.rpartition(b"\0")[0] for entry in entries})),)
 
     # -- sets ----------------------------------------------------------------------------------------------------------
 
-    def _arrive(self, call: Call) -> tuple[bytes, ...]:
+    def _arrive(self, call: VerbCall) -> tuple[bytes, ...]:
         (name,), (member,) = call.names, call.values
         reads = [
             read(self._span("s", f"{name}\0"), count_only=True),
@@ -234,7 +234,7 @@ class EtcdClient(CompatibleVerbs):
                 self._change(call.guard, [self._put("r", name, wanted)])
         return (pack_number(size),)
 
-    def _wait_size(self, call: Call) -> tuple[bytes, ...]:
+    def _wait_size(self, call: VerbCall) -> tuple[bytes, ...]:
         (name,), size = call.names, number(call.values[0])
 
         def look(request: Request) -> _Look[tuple[bytes, ...]]:
@@ -246,7 +246,7 @@ class EtcdClient(CompatibleVerbs):
         self._change(call.guard, [self._put("w", name, str(size))])  # before the look: see `_arrive`
         return self._await(look, call)
 
-    def _members(self, call: Call) -> tuple[bytes, ...]:
+    def _members(self, call: VerbCall) -> tuple[bytes, ...]:
         entries = self._ask([read(self._span("s", f"{call.names[0]}\0"), keys_only=True)]).entries(0)
         return tuple(suffix(entry).encode() for entry in entries)
 
@@ -329,7 +329,7 @@ class EtcdClient(CompatibleVerbs):
         with self._slots.one() as slot:
             return self._gateway.run(lambda request: change(request, slot))
 
-    def _await(self, look: Callable[[Request], _Look[_T]], call: Call) -> _T:
+    def _await(self, look: Callable[[Request], _Look[_T]], call: VerbCall) -> _T:
         """Call `look` after every change until it finds what is waited for; return that."""
         limit_s, guard = self._limit(call.timeout).total_seconds(), call.guard
         deadline = time.monotonic() + limit_s
@@ -385,7 +385,7 @@ class EtcdClient(CompatibleVerbs):
             raise StoreError(f"the lease of job {self.job!r} has expired: no process renewed it for {_LEASE_S} s")
 
 
-_VERBS: Mapping[Op, Callable[[EtcdClient, Call], tuple[bytes, ...]]] = MappingProxyType(
+_VERBS: Mapping[Op, Callable[[EtcdClient, VerbCall], tuple[bytes, ...]]] = MappingProxyType(
     {
         Op.SET: EtcdClient._set,
         Op.GET: EtcdClient._get,

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from inprocess.coordination.store_compat import CompatibleVerbs
-from inprocess.coordination.verbs import Call, StoreVerbs
+from inprocess.coordination.verbs import StoreVerbs, VerbCall
 from inprocess.coordination.wire import Op, number, pack_number
 from inprocess.exception import StoreTimeoutError
 
@@ -24,7 +24,7 @@ class StoreMixin(CompatibleVerbs):
     sets, which those stores lack, are made of keys. A store with other means overrides `perform`.
     """
 
-    def perform(self, call: Call) -> tuple[bytes, ...]:
+    def perform(self, call: VerbCall) -> tuple[bytes, ...]:
         store: Any = super(StoreVerbs, self)  # the store of torch: its methods come behind those of the verbs
         names, values = list(call.names), call.values
         count = 0

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from inprocess.coordination.store_compat import CompatibleVerbs
-from inprocess.coordination.verbs import NO_GUARD, Call, Guard, StoreVerbs
+from inprocess.coordination.verbs import NO_GUARD, Guard, StoreVerbs, VerbCall
 from inprocess.exception import StaleViewError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class PrefixView(StoreVerbs):
         """The default timeout of verbs that wait: that of the base store."""
         return self.base_store.timeout
 
-    def perform(self, call: Call) -> tuple[bytes, ...]:
+    def perform(self, call: VerbCall) -> tuple[bytes, ...]:
         return self.base_store.perform(call.under(self.prefix, self.guard))
 
     def clear(self) -> None:

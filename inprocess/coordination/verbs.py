@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from inprocess.coordination.wire import Op, number, pack_number
 
-__all__ = ["NO_GUARD", "Guard", "Call", "StoreVerbs", "few", "in_bytes"]
+__all__ = ["NO_GUARD", "Guard", "VerbCall", "StoreVerbs", "few", "in_bytes"]
 
 
 class Guard(NamedTuple):
@@ -34,7 +34,7 @@ class Guard(NamedTuple):
 NO_GUARD = Guard("", "")
 
 
-class Call(NamedTuple):
+class VerbCall(NamedTuple):
     """One call of a verb. A namespace prefixes the `names`, of keys or sets, and sets the guard if it `is_guarded`."""
 
     op: Op
@@ -44,11 +44,11 @@ class Call(NamedTuple):
     is_guarded: bool = True
     guard: Guard = NO_GUARD
 
-    def under(self, prefix: str, guard: Guard) -> Call:
+    def under(self, prefix: str, guard: Guard) -> VerbCall:
         """Return the request as a namespace passes it on."""
         op, names, values, timeout, is_guarded, _ = self
         names = [f"{prefix}/{name}" for name in names]
-        return Call(op, names, values, timeout, is_guarded, guard if is_guarded else NO_GUARD)
+        return VerbCall(op, names, values, timeout, is_guarded, guard if is_guarded else NO_GUARD)
 
     @property
     def label(self) -> str:
@@ -73,42 +73,42 @@ class StoreVerbs:
         def timeout(self) -> timedelta:
             """The default timeout of verbs that wait."""
 
-    def perform(self, call: Call) -> tuple[bytes, ...]:
+    def perform(self, call: VerbCall) -> tuple[bytes, ...]:
         """Execute a request, and return the fields of its answer."""
         raise NotImplementedError(f"{type(self).__name__} does not define `perform`")
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value, over any other."""
-        self.perform(Call(Op.SET, (key,), (in_bytes(value),)))
+        self.perform(VerbCall(Op.SET, (key,), (in_bytes(value),)))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write several values: in one step with our server, up to 50 in one with etcd."""
         written = dict(zip(keys, map(in_bytes, values), strict=True))
-        self.perform(Call(Op.SET, tuple(written), tuple(written.values())))
+        self.perform(VerbCall(Op.SET, tuple(written), tuple(written.values())))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, 0 if it does not exist yet; return the sum."""
-        return number(self.perform(Call(Op.ADD, (key,), (pack_number(amount),)))[0])
+        return number(self.perform(VerbCall(Op.ADD, (key,), (pack_number(amount),)))[0])
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a value, empty if it does not exist yet."""
-        self.perform(Call(Op.APPEND, (key,), (in_bytes(value),)))
+        self.perform(VerbCall(Op.APPEND, (key,), (in_bytes(value),)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write `desired` if the key holds `expected`, or is absent and that is empty; return its value."""
-        return self.perform(Call(Op.COMPARE_SET, (key,), (in_bytes(expected), in_bytes(desired))))[0]
+        return self.perform(VerbCall(Op.COMPARE_SET, (key,), (in_bytes(expected), in_bytes(desired))))[0]
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it existed."""
-        return bool(number(self.perform(Call(Op.DELETE_KEY, (key,)))[0]))
+        return bool(number(self.perform(VerbCall(Op.DELETE_KEY, (key,)))[0]))
 
     def delete_prefix(self, prefix: str) -> int:
         """Delete all keys and sets whose names begin with `prefix`; return how many. A store of torch keeps them."""
-        return number(self.perform(Call(Op.DELETE_PREFIX, (prefix,), is_guarded=False))[0])
+        return number(self.perform(VerbCall(Op.DELETE_PREFIX, (prefix,), is_guarded=False))[0])
 
     def arrive(self, name: str, member: str) -> int:
         """Add a member (one line of text) to a set, which may contain it already; return the size."""
-        return number(self.perform(Call(Op.ARRIVE, (name,), (member.encode(),)))[0])
+        return number(self.perform(VerbCall(Op.ARRIVE, (name,), (member.encode(),)))[0])
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
         """Return the value of a key once it exists."""
@@ -116,31 +116,31 @@ class StoreVerbs:
 
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
         """Return the values of keys, once all exist."""
-        return list(self.perform(Call(Op.GET, keys, (), timeout, is_guarded=False)))
+        return list(self.perform(VerbCall(Op.GET, keys, (), timeout, is_guarded=False)))
 
     def get_within(self, key: str, timeout: timedelta) -> bytes:
         """Return the value of a key once it exists."""
-        return self.perform(Call(Op.GET, (key,), (), timeout))[0]
+        return self.perform(VerbCall(Op.GET, (key,), (), timeout))[0]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all these keys exist."""
-        self.perform(Call(Op.GET, keys, (), self._limit(timeout)))
+        self.perform(VerbCall(Op.GET, keys, (), self._limit(timeout)))
 
     def wait_size(self, name: str, size: int, timeout: timedelta | None = None) -> int:
         """Wait until a set has `size` members; return how many it has."""
-        return number(self.perform(Call(Op.WAIT_SIZE, (name,), (pack_number(size),), self._limit(timeout)))[0])
+        return number(self.perform(VerbCall(Op.WAIT_SIZE, (name,), (pack_number(size),), self._limit(timeout)))[0])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all these keys exist now."""
-        return bool(number(self.perform(Call(Op.CHECK, keys, is_guarded=False))[0]))
+        return bool(number(self.perform(VerbCall(Op.CHECK, keys, is_guarded=False))[0]))
 
     def num_keys(self) -> int:
         """Return how many keys the whole store has."""
-        return number(self.perform(Call(Op.NUM_KEYS, (), is_guarded=False))[0])
+        return number(self.perform(VerbCall(Op.NUM_KEYS, (), is_guarded=False))[0])
 
     def members(self, name: str) -> frozenset[str]:
         """Return the members of a set, none if it does not exist."""
-        return frozenset(member.decode() for member in self.perform(Call(Op.MEMBERS, (name,), is_guarded=False)))
+        return frozenset(member.decode() for member in self.perform(VerbCall(Op.MEMBERS, (name,), is_guarded=False)))
 
     def _limit(self, timeout: timedelta | None) -> timedelta:
         return self.timeout if timeout is None else timeout
