@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import __version__ as lightning_version
 
 import ckpt
 from ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, PerRank, RngState, StateError
@@ -95,7 +94,9 @@ class Nothing(dict[str, Any]):
     """A checkpoint of which Lightning restores nothing: it counts as false, and has the one member that is read."""
 
     def __init__(self) -> None:
-        super().__init__({"pytorch-lightning_version": lightning_version})
+        from lightning.pytorch import __version__ as version  # here, so that `lightning` says what is missing
+
+        super().__init__({"pytorch-lightning_version": version})
 
     def __bool__(self) -> bool:
         return False

@@ -119,12 +119,14 @@ def _import_what_ranks_need() -> None:
     import torch.nn.parallel
 
     import ckpt.restart
-    import inprocess.fault_tolerance.launcher
     import inprocess.store
     import inprocess.wrap
 
+    with contextlib.suppress(ImportError):  # of an extra that is not installed
+        import inprocess.fault_tolerance.launcher
     for name in ckpt.__all__:
-        getattr(ckpt, name)
+        with contextlib.suppress(ImportError):
+            getattr(ckpt, name)
 
 
 def _run_command(order: dict[str, object], fds: list[int]) -> None:

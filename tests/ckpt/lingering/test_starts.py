@@ -68,9 +68,7 @@ def test_no_holder_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leak_check: LeakCheck
 ) -> None:
     """Training goes on without one, with a warning."""
-    folder = tmp_path / ("x" * 120)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with ckpt.Checkpointer(
         tmp_path / "root", snapshots=ckpt.Snapshots(every=1, linger=LINGER, linger_id="x")
     ) as checkpointer:
@@ -81,7 +79,7 @@ def test_no_holder_can_be_started(
             checkpointer.snapshot(state, step)
         assert checkpointer.restore(state) == 2
     assert caplog.text.count("the memory of this rank will not outlive it") == 1
-    assert "at most 107 bytes" in caplog.text
+    assert str(tmp_path / "absent") in caplog.text
 
 
 def test_again_and_again(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:

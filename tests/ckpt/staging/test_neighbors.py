@@ -5,12 +5,12 @@ import dataclasses
 import errno
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -125,7 +125,7 @@ def test_a_neighbour_that_was_killed_is_not_waited_for(
 ) -> None:
     """Killed behind the collective: it neither gives its slots, nor takes these."""
     monkeypatch.setattr(neighbors, "_TIMEOUT_S", 600.0)
-    address = secrets.token_hex(16)
+    address = uuid.uuid4().hex
 
     def act(ranks: _Ranks) -> object:
         if ranks.rank == 1:
@@ -149,7 +149,7 @@ def test_a_neighbour_that_is_killed_while_it_is_waited_for_is_left(
 ) -> None:
     """A child of it has inherited the socket, so that the connection stays."""
     monkeypatch.setattr(neighbors, "_TIMEOUT_S", 600.0)
-    address = secrets.token_hex(16)
+    address = uuid.uuid4().hex
     wait_for = SlotExchange._wait_for
 
     def kill_first(exchange: SlotExchange, *arguments: Any) -> None:
@@ -178,7 +178,7 @@ def test_a_neighbour_that_is_stopped_is_waited_for_within_the_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leak_check: LeakCheck
 ) -> None:
     monkeypatch.setattr(neighbors, "_TIMEOUT_S", 0.5)
-    address = secrets.token_hex(16)
+    address = uuid.uuid4().hex
 
     def act(ranks: _Ranks) -> object:
         if ranks.rank == 1:
