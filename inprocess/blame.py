@@ -19,6 +19,7 @@ from inprocess.attribution import Interruption, InterruptionRecord, compact_rank
 __all__ = ["Position", "blamed", "position_of"]
 
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_WAITING = (f"{_OWN}protocol.py", f"{_OWN}wrap.py", f"{_OWN}coordination{os.sep}")  # for other ranks
 _STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -50,14 +51,22 @@ class Position:
 
 
 def position_of(rank: int, thread: int) -> Position | None:
-    """Return where a thread of this process is; None in this package, where a rank waits for the others."""
+    """Return where a thread of this process is; None where this package waits for the other ranks.
+
+    Another call of this package by the function, to report progress or a section, is where the function has called it.
+    """
     innermost = frame = sys._current_frames().get(thread)
-    while frame is not None and _is_standard(frame.f_code.co_filename) and frame.f_back is not None:
+    while frame is not None and _is_called(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     if innermost is None or frame is None or frame.f_code.co_filename.startswith(_OWN):
         return None
     file, name = short_path(frame.f_code.co_filename), frame.f_code.co_qualname
     return Position(rank, _waits(frame), f"{file} in {name}", f"{file}:{frame.f_lineno} in {name}")
+
+
+def _is_called(path: str) -> bool:
+    """Return whether the code is of a library that functions call: the standard one, or this where it does not wait."""
+    return _is_standard(path) or (path.startswith(_OWN) and not path.startswith(_WAITING))
 
 
 def _is_standard(path: str) -> bool:

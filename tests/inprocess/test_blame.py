@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from inprocess import CallWrapper, Wrapper
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.blame import Position, blamed, position_of
+from inprocess.waiting import wait_until_set
 from tests.inprocess.restarting import SHORT, seconds
 from tests.support import rank_values
 
@@ -51,13 +53,16 @@ def test_who_answered_and_was_late_only_then_has_waited() -> None:
     assert [record.rank for record in blamed([late(1), late(2)], [at(1), at(5)], {1, 2})] == [1]
 
 
-def test_the_position_is_that_of_the_function_that_calls_the_standard_library() -> None:
+@pytest.mark.parametrize("wait", [threading.Event.wait, wait_until_set])
+def test_the_position_is_that_of_the_function_that_calls_the_standard_library_or_this_package(
+    wait: Callable[[threading.Event, float], object],
+) -> None:
     begun = threading.Event()
     end = threading.Event()
 
     def waits_here() -> None:
         begun.set()
-        end.wait(60)
+        wait(end, 60)
 
     thread = threading.Thread(target=waits_here)
     thread.start()

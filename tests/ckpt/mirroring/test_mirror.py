@@ -582,8 +582,9 @@ def test_arguments(tmp_path: Path) -> None:
         ckpt.Mirror(tmp_path, every=0)
     with pytest.raises(ValueError, match="bandwidth"):
         ckpt.Mirror(tmp_path, bandwidth=0)
-    with pytest.raises(ValueError, match="policy"):
-        ckpt.Mirror(tmp_path, keep=3)  # type: ignore[arg-type]
+    assert ckpt.Mirror(tmp_path, keep=3).keep == ckpt.Latest(3)
+    with pytest.raises(TypeError, match="keep"):
+        ckpt.Mirror(tmp_path, keep="all")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="another root"):
         ckpt.Checkpointer(tmp_path, mirror=ckpt.Mirror(tmp_path))
     assert "very-secret" not in repr(ckpt.Mirror("s3://b/x", storage_options={"secret_access_key": "very-secret"}))

@@ -253,6 +253,7 @@ def test_the_wrapper_names_the_rank_that_hangs() -> None:
         return train()
 
     for found in rank_values(main, 3):
+        assert len(found) == 1, found
         ((rank, kind, report),) = found
         assert (rank, kind) == (0, "SOFT_TIMEOUT")
         assert '"root_suspect": {"rank": 2, "why": "in \'save\' of iteration 3, while others are in 4"}' in report
