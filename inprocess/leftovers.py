@@ -1,4 +1,4 @@
-"""What an interrupted iteration leaves in the process, and must not be there in the next one."""
+"""Leftovers of an interrupted iteration in the process, which must not be there in the next one."""
 
 from __future__ import annotations
 

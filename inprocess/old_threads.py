@@ -60,7 +60,7 @@ class OldThreads:
         self._before = set(threading.enumerate())
 
     def end(self, iteration: int) -> list[str]:
-        """Return what is known of each thread that the iteration has left running; keep it from process groups.
+        """Return a description of each thread that the iteration has left running; keep it from process groups.
 
         Those that are ending just now are waited for, at most 0.1 s.
         """

@@ -76,7 +76,7 @@ def release_torn_locks(locks: list[TornLock]) -> list[str]:
 
 
 def _objects_of(frame: FrameType) -> Iterator[Any]:
-    """Return what a frame refers to, and its attributes.
+    """Return the objects to which a frame refers, and their attributes.
 
     `f_locals` would make a copy of the variables, which lives as long as the frame and its traceback.
     """

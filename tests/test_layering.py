@@ -136,7 +136,7 @@ def test_ckpt_imports_only_downwards() -> None:
 
 
 def test_adapters_use_public_names() -> None:
-    """What does not suffice for our own adapters does not suffice for those of users."""
+    """A public surface that does not suffice for our own adapters does not suffice for those of users."""
     wrong, used = [], dict[str, set[str]]()
     for file in sorted((REPOSITORY / "ckpt" / "integrations").glob("*.py")):
         tree = ast.parse(file.read_text(), str(file))

@@ -155,7 +155,7 @@ class Restores:
         self._saver.continue_from(self.branch, seen)
 
     def _branch_of(self, report: RestoreReport, rank: int) -> Branch:
-        """Return what the next save continues: of a step that was in memory alone, the last one published before it.
+        """Return the branch that the next save continues: for a step in memory alone, the last one published before it.
 
         Not one of a branch that training has left, and that no save has moved aside yet.
         """

@@ -1,4 +1,4 @@
-"""What the ranks of a Lightning job tell each other: the answer of rank 0, or the first error."""
+"""Messages between the ranks of a Lightning job: the answer of rank 0, or the first error."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def read_checkpoint(path: _StrPath, *, timeout: timedelta | float = timedelta(mi
 
 
 def load_from_checkpoint(kind: type[_T], path: _StrPath, **arguments: Any) -> _T:
-    """Return what ``kind.load_from_checkpoint(path, **arguments)`` returns for a file of torch.save.
+    """Return the result of ``kind.load_from_checkpoint(path, **arguments)`` for a file of torch.save.
 
     `kind` is a LightningModule or LightningDataModule. By any rank alone. In memory, the checkpoint is put into the
     form of such a file, so for a moment it needs its size three times. Raises as `read_checkpoint` does.

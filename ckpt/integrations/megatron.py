@@ -264,7 +264,7 @@ class DistributedAsyncCaller(_Caller):
 
 
 def _described(error: Exception) -> tuple[str, str]:
-    """Return what the other ranks are told of an error: the message, and the end of the traceback."""
+    """Return the description of an error for the other ranks: the message, and the end of the traceback."""
     return repr(error)[:_MESSAGE_CHARS], "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
 
 

@@ -1,4 +1,4 @@
-"""What was decided about the saves of a root in a store: numbered records, which are created and never changed.
+"""Decisions about the saves of a root in a store: numbered records, which are created and never changed.
 
     records/<save>/000.json    {"save": ..., "state": "published", ...}: the save is published, or abandoned
     records/<save>/001.json    the step was moved aside or removed, or is published again; and so on
@@ -44,7 +44,7 @@ _KEY = re.compile(r"records/(?P<save>[^/]+)/(?P<number>\d{3,9})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was decided about a save, and when (seconds since 1970, by the clock of the process that decided).
+    """The decision about a save, and its time (seconds since 1970, by the clock of the process that decided).
 
     `number` is that of the record among those of the save, and `about` describes its object. `by` is the token of the
     owner that has moved the step aside or removed it, and has not looked yet whether it still is the owner.
@@ -102,7 +102,7 @@ class Records:
         self._is_fresh = False
 
     def outcome(self, save: SaveId) -> Published | Abandoned | None:
-        """Return what was decided about a save; None if nothing is. One read.
+        """Return the decision about a save; None if there is none. One read.
 
         CheckpointCorruptError if the record is damaged.
         """
@@ -158,7 +158,7 @@ class Records:
         return self._listed
 
     def once_listed(self) -> list[Record]:
-        """Return what the last call of `all` has returned, with what was put since; list again if that was used before.
+        """Return the records of the last call of `all`, and those put since; list again if that was used before.
 
         So what follows the commit of a save uses its list, and nothing older.
         """

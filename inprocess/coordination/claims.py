@@ -63,7 +63,7 @@ class Claim:
 
     @classmethod
     def decode(cls, data: bytes) -> Claim:
-        """Return what `encode` has encoded. ValueError for anything else."""
+        """Return the claim that `encode` has encoded. ValueError for anything else."""
         try:
             id_, rank, world_size, host, parent, name, marks = json.loads(data)
             return cls(str(id_), int(rank), int(world_size), str(host), str(parent), str(name), frozenset(marks))

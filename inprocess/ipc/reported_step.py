@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from inprocess.ipc.variables import number_in, variable_set
 
 __all__ = ["collected_steps", "report_step", "reported_step"]
 
 _VARIABLE = "INPROCESS_REPORTED_STEP"
 
 
-@contextlib.contextmanager
-def collected_steps() -> Iterator[None]:
+def collected_steps() -> AbstractContextManager[None]:
     """Let `reported_step` return the largest step that is reported meanwhile."""
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_VARIABLE, None)
-        else:
-            os.environ[_VARIABLE] = before
+    return variable_set(_VARIABLE, 0)
 
 
 def report_step(step: int) -> None:
@@ -33,5 +25,4 @@ def report_step(step: int) -> None:
 
 def reported_step() -> int:
     """Return the largest step that was reported in this process; 0 without one."""
-    text = os.environ.get(_VARIABLE, "")
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return number_in(_VARIABLE) or 0

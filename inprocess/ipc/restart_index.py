@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from inprocess.ipc.variables import number_in, variable_set
 
 __all__ = ["announced_restart_index", "current_restart_index"]
 
 _VARIABLE = "INPROCESS_RESTART_INDEX"
 
 
-@contextlib.contextmanager
-def announced_restart_index(index: int) -> Iterator[None]:
+def announced_restart_index(index: int) -> AbstractContextManager[None]:
     """Let `current_restart_index` return `index` in this process, and in those that it starts meanwhile."""
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = str(index)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_VARIABLE, None)
-        else:
-            os.environ[_VARIABLE] = before
+    return variable_set(_VARIABLE, index)
 
 
 def current_restart_index() -> int | None:
     """Return how often the function that runs in the wrapper was restarted; None if there is no wrapper."""
-    text = os.environ.get(_VARIABLE, "")
-    return int(text) if text.isascii() and text.isdigit() else None
+    return number_in(_VARIABLE)

@@ -1,4 +1,4 @@
-"""What `RestartBridge.recover_from_fault` leaves: every save decided, the state back, nothing lost."""
+"""After `RestartBridge.recover_from_fault`: every save decided, the state back, nothing lost."""
 
 import logging
 import os

@@ -323,7 +323,7 @@ def test_a_node_that_vanishes_is_noticed_by_its_neighbour(job: Job) -> None:
         os.kill(monitors[number].pid, signal.SIGCONT)
 
 
-def test_who_was_suspended_itself_takes_nobody_for_lost(job: Job) -> None:
+def test_a_rank_that_was_suspended_itself_takes_no_other_for_lost(job: Job) -> None:
     """As in the migration of a virtual machine: all are stopped, and half of them go on a bit later."""
     ranks = [job.rank() for _ in range(4)]
     limits = {"heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 4.0, "soft_timeout_s": 4.0, "hard_timeout_s": 5.0}

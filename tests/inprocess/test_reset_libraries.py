@@ -1,4 +1,4 @@
-"""What libraries keep in globals is reset after a restart; each with the real library, where it is installed."""
+"""Globals of libraries are reset after a restart; each with the real library, where it is installed."""
 
 from __future__ import annotations
 

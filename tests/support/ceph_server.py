@@ -60,7 +60,7 @@ log file = {folder}/$name.log
 
 
 def missing_ceph() -> str | None:
-    """Return what lacks to run the server; None if it can be run."""
+    """Return the packages that are missing to run the server; None if it can be run."""
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     return f"{', '.join(missing)} not found: apt-get install ceph-mon ceph-osd radosgw" if missing else None
 

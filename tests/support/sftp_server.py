@@ -29,7 +29,7 @@ MaxStartups 100
 
 
 def missing_sshd() -> str | None:
-    """Return what lacks to run the server; None if it can be run."""
+    """Return the packages that are missing to run the server; None if it can be run."""
     missing = [name for name in ("ssh-keygen", "sshd") if _program(name) is None]
     return f"{', '.join(missing)} not found: apt-get install openssh-server" if missing else None
 

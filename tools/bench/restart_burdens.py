@@ -1,4 +1,4 @@
-"""What the function of a restart benchmark holds or does when the fault comes: workers, a compilation, many objects."""
+"""Loads of the function of a restart benchmark when the fault comes: workers, a compilation, many objects."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

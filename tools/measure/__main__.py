@@ -37,7 +37,7 @@ class Figure:
 
 
 def figures(tree: Path) -> list[Figure]:
-    """Return what the sources of a tree tell, without running them."""
+    """Return the figures of a tree, from its sources, without running them."""
     ckpt, inprocess = (sources.modules_of(tree, package) for package in ("ckpt", "inprocess"))
     tests = sources.modules_of(tree, "tests")
     operations, backends = sources.store_files(ckpt)

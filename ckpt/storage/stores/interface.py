@@ -80,7 +80,7 @@ class Store(ABC):
 
     @abstractmethod
     def about(self, key: str) -> About | None:
-        """Return what the store says of an object; None if it does not exist."""
+        """Return the size and time of an object, as the store has them; None if it does not exist."""
 
     @abstractmethod
     def below(self, prefix: str) -> Iterator[About]:

@@ -32,7 +32,7 @@ _POLL_S = 0.03
 
 
 def interruptible(function: Callable[[], Any], name: str, timeout_s: float | None = None) -> Any:
-    """Return what a function of torch returns, and let signal handlers run, and raise, meanwhile.
+    """Call a function of torch, and let signal handlers run, and raise, meanwhile.
 
     `exception.TimeoutError` after `timeout_s`; the function then goes on in its thread.
     """

@@ -20,7 +20,7 @@ __all__ = ["CycleEnd", "LauncherResources", "decide"]
 
 @dataclass(frozen=True)
 class LauncherResources:
-    """What the agent works with. Created and closed by the command.
+    """The resources of the agent. Created and closed by the command.
 
     A node, or the host of the rendezvous, that has not answered for `silence_s` is lost.
     """

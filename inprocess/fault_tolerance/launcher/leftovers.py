@@ -173,7 +173,7 @@ class GpuMemory:
 
 
 def _output_of(command: list[str]) -> str:
-    """Return what a command writes. OSError, ValueError, SubprocessError.
+    """Return the output of a command. OSError, ValueError, SubprocessError.
 
     `subprocess.run` waits without limit for a command that it has killed. One that waits for a defective GPU in the
     kernel does not end then.

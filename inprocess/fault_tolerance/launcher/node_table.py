@@ -49,7 +49,7 @@ class NodeTable:
 
     @property
     def own(self) -> WorkersOfNode:
-        """What this node has reported last."""
+        """The last report of this node."""
         return self._own
 
     def report(self, own: WorkersOfNode) -> None:

@@ -1,4 +1,4 @@
-"""What every root guarantees, in a directory and in every kind of store: one suite for all."""
+"""Guarantees of every root, in a directory and in every kind of store: one suite for all."""
 
 import threading
 import time

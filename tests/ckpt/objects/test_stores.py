@@ -1,4 +1,4 @@
-"""What every store guarantees: one suite for all backends. A new one is a parameter here and in `test_conformance`."""
+"""Guarantees of every store: one suite for all backends. A new one is a parameter here and in `test_conformance`."""
 
 import os
 import subprocess

@@ -83,7 +83,7 @@ def test_everybody_sees_what_the_others_stage(world_size: int, leak_check: LeakC
 
 
 def _offer(address: str, process: Process) -> bytes:
-    """Return what a rank says in the collective."""
+    """Return the contribution of a rank to the collective."""
     return json.dumps([neighbors.node(), address, "a token", *dataclasses.astuple(process)]).encode()
 
 

@@ -240,7 +240,7 @@ with CoordinationStore(access, patience=timedelta(seconds=60), ping_interval=tim
 """
 
 
-def test_a_server_that_was_suspended_itself_drops_nobody() -> None:
+def test_a_server_that_was_suspended_itself_drops_no_client() -> None:
     """All are stopped for longer than the limit, and the client goes on later. Without clients the server may end."""
     with contextlib.ExitStack() as stack:
 
