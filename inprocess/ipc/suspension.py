@@ -3,7 +3,8 @@
 A process is suspended by a signal, a debugger or a cgroup, or with its whole machine when that is migrated. It hears
 nothing meanwhile, and what it watches may be suspended with it and go on some seconds later. So a watcher announces
 when it will look next. Where it looks much later than that, it was suspended itself: that time does not count, and
-after a long suspension a limit starts again.
+after a long suspension a limit starts again. It may be suspended while it works, too, also just before it looks: so it
+looks as of the last time at which it knows that it was not.
 """
 
 from __future__ import annotations
@@ -23,20 +24,38 @@ def starts_again(missed_s: float, limit_s: float) -> bool:
 
 
 class Suspension:
-    """Notices how long this process was suspended while a thread slept. For one thread."""
+    """Notices for how long this process was suspended while a thread slept, or worked. For one thread.
+
+    The loop of the thread sleeps between `expect` and `missed_s`, and works after it. Its work takes no time, except
+    for waits that `blocked` ends. Until the first `expect` nothing is noticed.
+    """
 
     def __init__(self) -> None:
         self._due = math.inf
+        self._missed_s = 0.0
+        self.checked_s = time.monotonic()
+        """When `missed_s` was called last, in seconds of CLOCK_MONOTONIC. A limit that had not passed then has not."""
 
     def expect(self, pause_s: float | None) -> None:
         """Announce that the thread sleeps for this time at most; None: indefinitely."""
+        self._note()
         self._due = math.inf if pause_s is None else time.monotonic() + pause_s
 
+    def blocked(self) -> None:
+        """Note that the thread has waited for something else: it does not know whether it was suspended meanwhile."""
+        if self._due < math.inf:
+            self._due = time.monotonic()
+
     def missed_s(self) -> float:
-        """Return for how long the process was suspended in that time; 0 for what a busy machine explains. Once."""
-        missed_s = max(0.0, time.monotonic() - self._due - _DELAY_S)
-        self._due = math.inf
+        """Return for how long the process was suspended since the last call; 0 for what a busy machine explains."""
+        self._note()
+        missed_s, self._missed_s = self._missed_s, 0.0
         return missed_s
+
+    def _note(self) -> None:
+        self.checked_s = time.monotonic()
+        self._missed_s += max(0.0, self.checked_s - self._due - _DELAY_S)
+        self._due = self.checked_s
 
 
 class Silence:

@@ -76,7 +76,9 @@ class NodeMonitor:
             control = stack.enter_context(unix_sockets.listen(control_path))
             stack.callback(unix_sockets.remove_socket, control_path)
             self._selector.register(control, selectors.EVENT_READ, lambda: self._accept_control(control))
-            services = SessionServices(self._task, self._machine, self._ask_others, lambda: self._cycle)
+            services = SessionServices(
+                self._task, self._machine, self._ask_others, lambda: self._cycle, lambda: self._suspension.checked_s
+            )
             for index, path in enumerate(self._task.paths):
                 self._sockets.append(self._listen(index, path, services))
             self._channel.send(Started(control_path))
@@ -99,14 +101,18 @@ class NodeMonitor:
         pause_s = max(0.0, min(times) - time.monotonic()) if times else None
         self._suspension.expect(pause_s)
         ready = self._selector.select(pause_s)
-        if missed_s := self._suspension.missed_s():
-            self._neighbors.note_suspension(missed_s)
-            for sock in self._sockets:
-                sock.note_suspension(missed_s)
+        self._note_suspension()
         for key, _ in ready:
             key.data()
             if self._ending:
                 return
+        self._note_suspension()
+
+    def _note_suspension(self) -> None:
+        if missed_s := self._suspension.missed_s():
+            self._neighbors.note_suspension(missed_s)
+            for sock in self._sockets:
+                sock.note_suspension(missed_s)
 
     def _ask_others(self, done: OnAnswers) -> None:
         here = [standing for sock in self._sockets if (standing := sock.standing()) is not None]

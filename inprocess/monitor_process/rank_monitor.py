@@ -67,6 +67,7 @@ class RankMonitor:
         self._last_progress_at = 0.0  # when the rank last sent its timestamps
         self._left_behind = False  # the others are in a later iteration, and go on without this rank
         self._cut_off_since: float | None = None  # when the store was lost
+        self._suspension = Suspension()
         self._limits = ProgressLimits(config.soft_timeout_s, config.hard_timeout_s)
         self._sections: WatchedSections | None = None
         if config.sections_fd is not None:
@@ -86,18 +87,19 @@ class RankMonitor:
         poll.register(self.process, select.POLLIN)
         with ExitStack() as stack:
             stack.callback(self._close)
-            channel_open, suspension = True, Suspension()
+            channel_open = True
             while not self._done:
                 pause_s = self._pause_s()
-                suspension.expect(pause_s)
+                self._suspension.expect(pause_s)
                 ready = dict(poll.poll(pause_s * 1000))
-                self._note_suspension(suspension.missed_s())
+                self._note_suspension()
                 if channel_open and self.channel.fileno() in ready and not self._read_messages():
                     poll.unregister(self.channel)  # the death of the rank usually follows
                     channel_open = False
                 if self.process.fileno() in ready and not self._done:
                     self._handle_death()
                 elif self._belongs_to_the_job():
+                    self._note_suspension()
                     self._check_sections()
                     self._check_limits()
 
@@ -228,9 +230,9 @@ class RankMonitor:
 
     # -- time limits ---------------------------------------------------------------------------------------------------
 
-    def _note_suspension(self, missed_s: float) -> None:
+    def _note_suspension(self) -> None:
         """Let no limit pass because this process was suspended: the rank may go on some seconds later."""
-        if missed_s > 0:
+        if missed_s := self._suspension.missed_s():
             self._limits.note_suspension(missed_s, time.monotonic())
             if self._sections is not None:
                 self._sections.note_suspension(missed_s)
@@ -243,7 +245,7 @@ class RankMonitor:
         return max(0.0, min([self.config.interval_s, *(at - time.monotonic() for at in deadlines)]))
 
     def _check_limits(self) -> None:
-        limit = self._limits.overrun(time.monotonic())
+        limit = self._limits.overrun(self._suspension.checked_s)
         position = self._position
         if limit is None or position is None or self._done:
             return
@@ -267,7 +269,7 @@ class RankMonitor:
         sections, position = self._sections, self._position
         if sections is None or position is None or position.world_size is None:
             return  # no iteration has begun, as far as is known: an alarm would be lost
-        alarm = sections.look()
+        alarm = sections.look(self._suspension.checked_s)
         if alarm is None:
             return
         others = _standings(self._sibling.notes_of_others() if self._sibling is not None else [])
@@ -293,6 +295,7 @@ class RankMonitor:
     def _stacks(self) -> str:
         """Return the stacks of all threads of the rank; empty if it does not answer."""
         text = self.process.read_stacks(_STACKS_TIMEOUT_S)
+        self._suspension.blocked()
         if text:
             _log.error("stacks of process %d:\n%s", self.process.pid, text)
         return text[:DETAIL_CHARS]
@@ -334,6 +337,8 @@ class RankMonitor:
         except RestartError as error:
             _log.error("%s: %s", otherwise, error)
             return None
+        finally:
+            self._suspension.blocked()
 
     def _close(self) -> None:
         self._stop_sibling()

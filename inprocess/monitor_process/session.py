@@ -23,12 +23,16 @@ _STACKS_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True)
 class SessionServices:
-    """What sessions use of their monitor. `ask_others(done)` calls `done` with the standings of all other ranks."""
+    """The services of a monitor for its sessions.
+
+    `ask_others(done)` calls `done` with the standings of all other ranks. `checked_s` is that of its `Suspension`.
+    """
 
     task: ServeRanks
     machine: RankMonitorStateMachine
     ask_others: Callable[[OnAnswers], None]
     cycle: Callable[[], int | None]
+    checked_s: Callable[[], float]
 
 
 class Session:
@@ -64,7 +68,7 @@ class Session:
         if self._sections is None:
             return
         self._looked_s = time.monotonic()
-        alarm = self._sections.look()
+        alarm = self._sections.look(self._services.checked_s())
         self._note_events(self._sections.events)
         if self.process.terminating:
             self.process.kill_if_due()
@@ -101,7 +105,7 @@ class Session:
         """End the session. Returns the process if it was told to end and has not; the caller closes it then."""
         sections, self._sections = self._sections, None
         if sections is not None:
-            sections.look()
+            sections.look(self._services.checked_s())
             self._note_events(sections.events)
             if sections.open:
                 _log.warning("%s ends with open section(s) %s: %s", self.rank, sections.open, reason)

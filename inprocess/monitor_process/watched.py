@@ -146,9 +146,9 @@ class WatchedSections:
         """How many updates the board had at the last look."""
         return self._watch.events
 
-    def look(self) -> Alarm | None:
-        """Read the board; return what is to be done now, if anything."""
-        return self._watch.look(time.monotonic_ns())
+    def look(self, now_s: float) -> Alarm | None:
+        """Read the board; return what is to be done at this time of CLOCK_MONOTONIC, if anything."""
+        return self._watch.look(int(now_s * 1e9))
 
     def note_suspension(self, missed_s: float) -> None:
         """Note, before a look, that this process was suspended, and perhaps the rank with it."""

@@ -45,6 +45,23 @@ def test_what_is_much_later_than_announced_was_missed(clock: _Clock) -> None:
     assert own.missed_s() == 0
 
 
+def test_a_suspension_during_work_is_missed_but_not_a_wait(clock: _Clock) -> None:
+    own = Suspension()
+    own.expect(2.0)
+    clock.now += 2.0
+    assert own.missed_s() == 0
+    clock.now += 6.25  # before the next sleep, which is short then: a limit seems to be over
+    own.expect(0.0)
+    assert own.missed_s() == pytest.approx(6)
+    assert own.checked_s == clock.now
+    clock.now += 6.25  # just before the look
+    assert own.missed_s() == pytest.approx(6)
+    clock.now += 5.0
+    own.blocked()
+    own.expect(2.0)
+    assert own.missed_s() == 0
+
+
 def test_a_limit_starts_again_after_half_of_it_or_some_seconds() -> None:
     assert [starts_again(missed_s, 4.0) for missed_s in (1.9, 2.1)] == [False, True]
     assert [starts_again(missed_s, 60.0) for missed_s in (4.9, 5.0)] == [False, True]
