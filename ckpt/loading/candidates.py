@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt.errors import CheckpointNotFoundError, StorageError
-from ckpt.storage.copied_steps import refuse_copied_steps
 from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
 
@@ -86,8 +85,7 @@ def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place
     """Return what a restore may try, in this order.
 
     StorageError if the mirror cannot be read and it is needed, as it is when the root has no steps: then training must
-    not start from scratch. For the same reason, CheckpointNotFoundError if all steps were superseded, and StorageError
-    if only files of steps lie there that are none of this root.
+    not start from scratch. For the same reason, CheckpointNotFoundError if all steps were superseded.
     """
     steps = root.steps()
     found = [Place(step) for step in steps]
@@ -107,9 +105,6 @@ def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place
             f"first step of another branch. Make one the newest again: inspect_ckpt restore-branch {root.path} "
             f"{superseded[-1]}; or remove them: inspect_ckpt rm"
         )
-    for each in (root, mirror) if not found else ():
-        if each is not None:
-            refuse_copied_steps(each)
     return sorted(found, key=lambda place: (-place.step, place.in_mirror))
 
 

@@ -18,9 +18,8 @@ from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
-from ckpt.storage.copied_steps import refuse_copied_steps
 from ckpt.storage.dtypes import stored
-from ckpt.storage.interface import HeldStep, Root
+from ckpt.storage.interface import HeldStep
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from inprocess.ipc.uncopied import Uncopied
@@ -185,10 +184,8 @@ def open_checkpoint(
     for attempt in range(_ATTEMPTS):
         steps = root.steps()
         if step is None and not steps:
-            return _opened(_held_itself(root))
+            return _opened(root.hold_itself())
         chosen = steps[-1] if step is None else step
-        if not steps:
-            refuse_copied_steps(root)
         if chosen not in steps:
             raise CheckpointNotFoundError(f"{root.path} has no published step {chosen}; it has {steps}", step=chosen)
         try:
@@ -197,14 +194,6 @@ def open_checkpoint(
             if step is not None or attempt == _ATTEMPTS - 1:
                 raise  # else the newest step was just removed, because there is a newer one
     raise AssertionError("unreachable")
-
-
-def _held_itself(root: Root) -> HeldStep:
-    try:
-        return root.hold_itself()
-    except CheckpointNotFoundError:
-        refuse_copied_steps(root)
-        raise
 
 
 def _opened(reader: HeldStep) -> Checkpoint:

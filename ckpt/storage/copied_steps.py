@@ -1,82 +1,149 @@
-"""Steps in the layout of the other kind of root: files that another program has copied one by one.
+"""Steps whose files another program has copied here, one by one, from a root of the other kind.
 
-    directory        step_00000003/zarr.json ...                     a rename publishes it
-    store            saves/<save>/zarr.json ..., records/<save>/000.json   the newest record publishes it
+    a directory copied to a store     step_00000003/zarr.json ...      a rename had published it
+    a store copied to a directory     saves/<save>/zarr.json ..., records/<save>/000.json      its record publishes it
 
-A directory that was copied into a bucket, or the other way round, has the files of its steps and no step. That must not
-look like a root where training has not begun.
+The copy is the same root: both kinds of root list such steps beside their own, and the next owner takes them in. In a
+store it creates the records of the steps, whose objects stay where they are. In a directory it renames them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
-import shlex
-from collections.abc import Iterable
+import secrets
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 
 from ckpt.errors import CheckpointCorruptError, StorageError
-from ckpt.storage import files
-from ckpt.storage.documents import decode_document
-from ckpt.storage.files import storage_errors
-from ckpt.storage.interface import Root
-from ckpt.storage.names import SaveId, parse_save_name
-from ckpt.storage.regular_files import DamagedFileError, read_regular
-from ckpt.storage.step_source import LocalStep, StepSource
+from ckpt.storage import directories, files
+from ckpt.storage.directories import Rename
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
+from ckpt.storage.names import PUBLISHED_STEP, parse_save_name, step_name
+from ckpt.storage.records import Record, Records
+from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.step_documents import INTENT
+from ckpt.storage.step_reader import has_readers
+from ckpt.storage.store_owner import StoreOwnership
+from ckpt.storage.store_step import StoreStep
+from ckpt.storage.stores.directory import DirectoryStore
+from ckpt.storage.stores.interface import Store
 
-__all__ = ["copied_from_objects", "refuse_copied_steps"]
+__all__ = ["CopiedDirectories", "CopiedObjects"]
 
-_SHOWN = 5
-_RECORD = re.compile(r"(\d{3,9})\.json")
-_MAX_RECORD_BYTES = 1 << 20
-
-
-def refuse_copied_steps(root: Root) -> None:
-    """Raise StorageError if files of steps lie in a root that has no step: they were copied there one by one."""
-    found = root.copied_steps()
-    if found:
-        shown = ", ".join(map(str, sorted(found)[-_SHOWN:]))
-        raise StorageError(
-            f"{root.path} has no step of its own, but files of step {shown} in the layout of {root.other_layout}: they "
-            f"were copied there one by one. Take them in: inspect_ckpt import {shlex.quote(root.path)} ROOT; or choose "
-            f"another place to start from scratch"
-        )
+_READERS = 16
+_OF_STORE = ("records", "saves", "owner", "readers")
 
 
-def copied_from_objects(root: str) -> dict[int, StepSource]:
-    """Return the published steps in a directory that has the objects of a root in an object store.
+class CopiedDirectories:
+    """The steps in a store that were copied there from a directory. Any thread. Each intent is read once."""
 
-    Those of which the records say so; if no record was copied, those saves that look complete, the newest of each step.
-    StorageError if the directory cannot be listed, or a record cannot be read.
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read: dict[str, Record | None] = {}  # by the name of the directory
+
+    def records(self, recorded: Collection[str], *, only: bool) -> list[Record]:
+        """Return records for the steps of which the store has none: `recorded` are the names of saves that have one.
+
+        One list, and a few reads for each new step. `only` says that the root has no other step: then StorageError
+        if there is a step that cannot be taken in, because training must not start from scratch.
+        """
+        folders = [name for name in self._store.names("")[0] if PUBLISHED_STEP.fullmatch(name)]
+        new = [name for name in folders if self._read.get(name) is None]
+        if new:
+            with ThreadPoolExecutor(min(_READERS, len(new)), "ckpt-copied") as pool:
+                self._read |= zip(new, pool.map(self._record, new), strict=True)
+        found = [record for name in folders if (record := self._read[name]) is not None]
+        if only and folders and not found:
+            raise StorageError(
+                f"{self._store.place(folders[-1])} has the name of a step, and no {INTENT} and zarr.json of that step: "
+                "it was renamed or copied in part. Copy it again, as a whole, or remove it"
+            )
+        return [record for record in found if record.save.name not in recorded]
+
+    def _record(self, folder: str) -> Record | None:
+        step = StoreStep(self._store, folder)
+        try:
+            intent = decode_document(step.read(INTENT, MAX_DOCUMENT_BYTES), INTENT)
+        except (CheckpointCorruptError, DamagedFileError):
+            return None
+        save = parse_save_name(str(intent.get("save")))
+        if save is None or step_name(save.step) != folder or self._store.about(f"{folder}/zarr.json") is None:
+            return None
+        about = self._store.about(f"{folder}/{INTENT}")
+        return None if about is None else Record(save, "published", time=about.modified_s, at=folder)
+
+
+class CopiedObjects:
+    """The steps in a directory that were copied there from a store. Any thread.
+
+    Those which the records say to be published, and of which the objects are there.
     """
-    saves = [save for name in _names(root, "saves") if (save := parse_save_name(name)) is not None]
-    has_records = bool(saves) and bool(_names(root, "records"))
-    found: dict[int, SaveId] = {}
-    for save in sorted(saves, key=lambda save: (save.step, save.owner, save.nonce)):
-        is_published = _is_published(root, save) if has_records else _has_root(root, save)
-        if is_published:
-            found[save.step] = save
-    return {step: LocalStep(os.path.join(root, "saves", save.name)) for step, save in found.items()}
 
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._store = DirectoryStore(path)
 
-def _names(root: str, folder: str) -> Iterable[str]:
-    path = os.path.join(root, folder)
-    try:
-        return os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise StorageError(f"cannot list {path}: {error.strerror}") from error
+    def are_there(self) -> bool:
+        """Return whether objects of a root in a store may be there. One look."""
+        return files.exists(os.path.join(self._path, "saves"))
 
+    def steps(self, *, only: bool) -> dict[int, str]:
+        """Return the places of the steps.
 
-def _is_published(root: str, save: SaveId) -> bool:
-    numbers = [int(match[1]) for name in _names(root, f"records/{save.name}") if (match := _RECORD.fullmatch(name))]
-    record = f"records/{save.name}/{max(numbers, default=0):03d}.json"
-    try:
-        with storage_errors("read", os.path.join(root, record)):  # else training would start from scratch
-            return decode_document(read_regular(root, record, _MAX_RECORD_BYTES), record).get("state") == "published"
-    except (CheckpointCorruptError, DamagedFileError):
-        return False
+        `only` says that the root has no other step: then StorageError if there are saves, and no records of them.
+        """
+        records = self._records()
+        if only and not records and (names := self._saves()):
+            raise StorageError(
+                f"{self._path}/saves has files of saves, such as {names[-1]}, and {self._path}/records says nothing of "
+                "them: a root in an object store was copied in part. Copy it again, as a whole, or remove these files"
+            )
+        return {record.save.step: self._place(record) for record in records if record.state == "published"}
 
+    def take_in(self, root: str, superseded: str, damaged: str, rest: str) -> None:
+        """Rename the steps to what they are in a directory, and all that is left to names in `rest`. For the owner.
 
-def _has_root(root: str, save: SaveId) -> bool:
-    return files.exists(os.path.join(root, "saves", save.name, "zarr.json"))
+        A step that is being read keeps its place until the next owner comes.
+        """
+        if not self.are_there():
+            return
+        ownership = StoreOwnership(self._store, self._store)
+        newest = ownership.newest()
+        saver = ownership.claimer(newest)
+        if saver is not None and saver.alive and not ownership.leases(newest).has_left(saver):
+            raise StorageError(
+                f"process {saver.pid} of this host saves to {self._path} as to an object store (directory://): end it, "
+                "or give this job another root"
+            )
+        records, left = self._records(), False
+        targets = {"superseded": superseded, "damaged": damaged}
+        for record in records:
+            place, published = self._place(record), record.state == "published"
+            if not published and record.state not in targets:
+                continue
+            if has_readers(root, place):
+                left = True
+                continue
+            folder = root if published else targets[record.state]
+            directories.make_with_parents(folder)
+            target = os.path.join(folder, step_name(record.save.step) if published else record.save.name)
+            left |= directories.rename_directory(place, target) is Rename.TARGET_EXISTS
+        if left or (self._saves() and not records):
+            return
+        for name in _OF_STORE:
+            with contextlib.suppress(StorageError):  # the next owner tries again
+                directories.rename_directory(os.path.join(self._path, name), f"{rest}/{name}-{secrets.token_hex(4)}")
+
+    def _records(self) -> list[Record]:
+        """Return the newest records of the saves of which the objects are there."""
+        if not self.are_there():
+            return []
+        found = Records(self._store).all()
+        return [record for record in found if not record.at and files.is_directory(self._place(record), follow=False)]
+
+    def _place(self, record: Record) -> str:
+        return os.path.join(self._path, record.prefix)
+
+    def _saves(self) -> list[str]:
+        return [name for name in directories.names_in(os.path.join(self._path, "saves")) if parse_save_name(name)]

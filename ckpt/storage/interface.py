@@ -270,14 +270,14 @@ class Root(ABC):
     least_look_s: ClassVar[float]
     """How long a process that waits lets pass between two looks, at least."""
 
-    other_layout: ClassVar[str]
-    """The place of roots of the other kind, for messages."""
-
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def steps(self) -> list[int]:
-        """Return the published steps, ascending; none if there is no root. StorageError if it cannot be read."""
+        """Return the published steps, ascending; none if there is no root. StorageError if it cannot be read.
+
+        Also those that were copied here from a root of the other kind: see `copied_steps`.
+        """
 
     def listed_steps(self) -> list[int]:
         """Return the published steps, for the process that has just published one: what it saw then will do, once."""
@@ -323,13 +323,6 @@ class Root(ABC):
     @abstractmethod
     def hold_itself(self) -> HeldStep:
         """Hold a step of which `path` is the place, not the root. Raises as `hold_step`."""
-
-    @abstractmethod
-    def copied_steps(self) -> dict[int, StepSource]:
-        """Return the steps of another root whose files lie here in the layout of the other kind of root.
-
-        They are no steps of this root; see `copied_steps.refuse_copied_steps`. StorageError if it cannot be listed.
-        """
 
     def tip(self) -> dict[str, Any] | None:
         """Return the newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none.
@@ -454,7 +447,10 @@ class Root(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Have `pending` list what was begun before a claim that this process has made."""
+        """Have `pending` list what was begun before a claim that this process has made. For the owner.
+
+        Takes in the steps that were copied here from a root of the other kind: see `copied_steps`.
+        """
 
     @abstractmethod
     def check_links(self) -> None:

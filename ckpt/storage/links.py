@@ -22,7 +22,7 @@ SERVICE_DIRECTORIES = (
     ".abandoned",
     ".retired",
     ".readers",
-    ".pinned",
+    "pins",
     ".superseded",
     ".damaged",
 )

@@ -1,6 +1,6 @@
 """Pinned steps: retention keeps them, and no command removes them before they are unpinned.
 
-    <root>/.pinned/step_00000100    an empty file: this step is pinned
+    <root>/pins/step_00000100    an empty file: this step is pinned
 
 Anybody who may write to the root can pin a step; it need not be owned. A pin belongs to the number: a step of another
 branch that is published under the same number later is pinned as well.
@@ -18,7 +18,7 @@ from ckpt.storage.step_reader import StepReader
 
 __all__ = ["pin_step", "pinned_steps", "unpin_step"]
 
-_PINNED = ".pinned"
+_PINNED = "pins"
 
 
 def pinned_steps(root: str, *, fresh: bool = False) -> set[int]:

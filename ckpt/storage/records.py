@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.storage.documents import decode_document, encode_document, well_formed
-from ckpt.storage.names import SaveId, parse_save_name
+from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name
 from ckpt.storage.outcomes import Abandoned, Published, Reason, unknown_reason
 from ckpt.storage.step_documents import INTENT
 from ckpt.storage.stores.interface import About, Store
@@ -47,7 +47,8 @@ class Record:
     """The decision about a save, and its time (seconds since 1970, by the clock of the process that decided).
 
     `number` is that of the record among those of the save, and `about` describes its object. `by` is the token of the
-    owner that has moved the step aside or removed it, and has not looked yet whether it still is the owner.
+    owner that has moved the step aside or removed it, and has not looked yet whether it still is the owner. `at` is the
+    prefix of a step that was copied from a directory.
     """
 
     save: SaveId
@@ -57,6 +58,12 @@ class Record:
     number: int = 0
     about: About | None = None
     by: int | None = None
+    at: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the objects of the save."""
+        return self.at or f"saves/{self.save.name}"
 
     @classmethod
     def published(cls, save: SaveId) -> Record:
@@ -86,6 +93,8 @@ class Record:
         document |= {"state": self.state, "time": self.time, "nonce": secrets.token_hex(8)}
         if self.by is not None:
             document["by"] = self.by
+        if self.at:
+            document["at"] = self.at
         if self.reason is not None:
             document["reason"] = self.reason.to_document()
         return encode_document(document)
@@ -189,16 +198,16 @@ class Records:
         """Create the record after one that was read, with another state; None if another process has done so before."""
         return self.create(replace(record, state=state, by=by, number=record.number + 1))
 
-    def keeps(self, save: SaveId) -> bool:
+    def keeps(self, record: Record) -> bool:
         """Return whether the objects of a step that was just published are there; withdraw the record if they are not.
 
         That was put too late: the process was stopped before, for so long that the save, its objects and its records
         are gone. Those are just being deleted, perhaps, so the record that says so is a new one in any case.
         """
-        if self._store.about(f"saves/{save.name}/{INTENT}") is not None:
+        if self._store.about(f"{record.prefix}/{INTENT}") is not None:
             return True
         for _ in range(_ATTEMPTS):
-            newest = self.of(save)
+            newest = self.of(record.save)
             if newest is None or self.change(newest, "removed") is not None:
                 break
         return False
@@ -227,8 +236,11 @@ class Records:
             if save is None or state not in _STATES or _key(save, number) != key:
                 raise ValueError(f"it is of save {document['save']!r:.80}, in state {state!r:.40}")
             reason = Reason.from_document(document["reason"]) if "reason" in document else None
-            by = document.get("by")
-            return Record(save, state, reason, float(document["time"]), number, about, None if by is None else int(by))
+            by, at = document.get("by"), str(document.get("at", ""))
+            if at and PUBLISHED_STEP.fullmatch(at) is None:
+                raise ValueError(f"{at!r:.40} is no place of a step")
+            time_s, by = float(document["time"]), None if by is None else int(by)
+            return Record(save, state, reason, time_s, number, about, by, at)
 
 
 def _order(about: About) -> int:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FencedError, StorageError
 from ckpt.storage import directories, files, pins
 from ckpt.storage.commit import PendingSave
-from ckpt.storage.copied_steps import copied_from_objects
+from ckpt.storage.copied_steps import CopiedObjects
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
 from ckpt.storage.documents import well_formed
 from ckpt.storage.files import storage_errors
@@ -73,13 +73,13 @@ class CheckpointRoot(DirectoryRoot):
     reuses_files = True
     removed_by_all = True
     least_look_s = 0.0
-    other_layout = "an object store"
 
     def __init__(self, path: str) -> None:
         if "://" in path:
             raise StorageError(f"{path}: only directories can be used here, not URLs")
         self.path = path
         self.ownership = Ownership(path)
+        self._copied = CopiedObjects(path)
 
     @property
     def pending_path(self) -> str:
@@ -98,16 +98,17 @@ class CheckpointRoot(DirectoryRoot):
         return refuse_link(os.path.join(self.path, ".damaged"))
 
     def step_path(self, step: int) -> str:
-        """Return the directory of `step` once it is published."""
-        return os.path.join(self.path, step_name(step))
+        """Return the directory of `step` once it is published; or where it was copied to from an object store."""
+        path = os.path.join(self.path, step_name(step))
+        if not self._copied.are_there() or os.path.lexists(path):
+            return path
+        return self._copied.steps(only=False).get(step, path)
 
     def steps(self) -> list[int]:
-        """Return the published steps, ascending; none if there is no root. StorageError if it cannot be read."""
-        return sorted(int(match[1]) for name in self._names(self.path) if (match := PUBLISHED_STEP.fullmatch(name)))
-
-    def copied_steps(self) -> dict[int, StepSource]:
-        """See `Root.copied_steps`."""
-        return copied_from_objects(self.path)
+        """See `Root.steps`."""
+        names = self._names(self.path)
+        steps = {int(match[1]) for name in names if (match := PUBLISHED_STEP.fullmatch(name))}
+        return sorted(steps | self._copied.steps(only=not steps).keys() if "saves" in names else steps)
 
     def pending(self) -> list[SaveId]:
         """Return the saves that are neither published nor abandoned, lowest step first. A link is none."""
@@ -257,6 +258,7 @@ class CheckpointRoot(DirectoryRoot):
         """See `Root.refresh`: a network file system answers from its cache for seconds."""
         for path in (self.pending_path, self.abandoned_path):
             directories.fresh_names(path)
+        self._copied.take_in(self.path, self.superseded_path, self.damaged_path, self.abandoned_path)
 
     def retire_step(self, step: int, token: int, plan: str | None = None) -> bool:
         """See `Root.retire_step`."""

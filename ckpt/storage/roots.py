@@ -104,6 +104,8 @@ def own_root(path: str | os.PathLike[str], options: StorageOptions | None = None
     where = absolute(path)
     if where.startswith("memory://"):
         raise StorageError(f"{where} is the memory of one process, and no root of a job; give a directory")
+    if where.startswith("directory://") and os.path.exists(f"{where.removeprefix('directory://')}/.owner"):
+        raise StorageError(f"{where} is a root in a directory; give its path, {where.removeprefix('directory://')}")
     if not is_object_url(path):
         own_directory(where, "a checkpoint root")
     elif (match := _IN_SAVE.fullmatch(where)) is not None:

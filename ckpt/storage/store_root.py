@@ -4,6 +4,7 @@
     saves/<save>/intent.json       made once, by the coordinator; the token is checked after it
     saves/<save>/packs/...         the same files as in a directory (docs/format.md); nothing is ever renamed or copied
     saves/<save>/parts/000/...
+    step_00000100/...              a step that was copied here from a directory: see `copied_steps`
     owner/...                      the job that may publish: see `store_owner`
     readers/...                    leases of the processes that read a step: see `store_step`
     pins/step_00000100             this step is pinned
@@ -17,11 +18,12 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.storage.copied_steps import CopiedDirectories
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Aside, MovedStep, Root
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
@@ -30,7 +32,6 @@ from ckpt.storage.outcomes import Reason
 from ckpt.storage.records import Record, Records, State
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_documents import INTENT
-from ckpt.storage.step_source import StepSource
 from ckpt.storage.store_owner import StoreOwnership
 from ckpt.storage.store_save import StoreSave
 from ckpt.storage.store_step import HeldObjects, StoreStep, readers, remove_stale_readers
@@ -51,7 +52,6 @@ class StoreRoot(Root):
     reuses_files = False
     removed_by_all = False
     least_look_s = _LEAST_LOOK_S
-    other_layout = "a directory"
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class StoreRoot(Root):
         self.ownership = StoreOwnership(store, impatient or store)
         self._store = store
         self._records = Records(store)
+        self._copied = CopiedDirectories(store)
         self._step = step
         self._removed_here: set[str] = set()  # saves whose objects are to be deleted
 
@@ -78,7 +79,14 @@ class StoreRoot(Root):
         return sorted(record.save.step for record in self._records.once_listed() if record.state == "published")
 
     def _published(self) -> dict[int, Record]:
-        return {record.save.step: record for record in self._records.all() if record.state == "published"}
+        """Return the records of the published steps, also of those that were copied here from a directory. Two lists.
+
+        Of two saves of one step, that of this root counts.
+        """
+        records = self._records.all()
+        published = {record.save.step: record for record in records if record.state == "published"}
+        copied = self._copied.records([record.save.name for record in records], only=not published)
+        return {record.save.step: record for record in copied} | published
 
     def _record(self, step: int) -> Record | None:
         return self._published().get(step)
@@ -97,22 +105,12 @@ class StoreRoot(Root):
         """See `Root.saves`. One list."""
         return {step: record.save.name for step, record in self._published().items()}
 
-    def copied_steps(self) -> dict[int, StepSource]:
-        """See `Root.copied_steps`. One list."""
-        folders, objects = self._store.names("")
-        names = [match for folder in folders if (match := PUBLISHED_STEP.fullmatch(folder))]
-        found: dict[int, StepSource] = {int(match[1]): StoreStep(self._store, match[0]) for match in names}
-        own = PUBLISHED_STEP.fullmatch(self.path.rpartition("/")[2])
-        if own is not None and any(each.key == INTENT for each in objects):
-            found[int(own[1])] = StoreStep(self._store, "")
-        return found
-
     def source_of(self, step: int) -> StoreStep:
         """See `Root.source_of`, as of the last list of the steps."""
         return self._source(self._listed(step))
 
     def _source(self, record: Record) -> StoreStep:
-        return StoreStep(self._store, f"saves/{record.save.name}")
+        return StoreStep(self._store, record.prefix)
 
     def published_s(self, step: int) -> float:
         """See `Root.published_s`, as of the last list of the steps."""
@@ -135,20 +133,29 @@ class StoreRoot(Root):
 
     def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldObjects:
         """See `Root.hold_step`."""
-        return self._hold(self._existing(step).save, lease, renewing)
+        return self._hold(self._existing(step), lease, renewing)
 
     def hold_itself(self) -> HeldObjects:
-        """See `Root.hold_itself`. The place of a step is the URL of the root, ``/saves/``, and the name of its save."""
-        if self._step is None:
-            raise CheckpointNotFoundError(f"{self.path} has no published checkpoint")
-        return self._hold(self._step, lease=True, renewing=True)
+        """See `Root.hold_itself`.
 
-    def _hold(self, save: SaveId, lease: bool, renewing: bool) -> HeldObjects:
+        The place of a step is the URL of the root, ``/saves/``, and the name of its save; or that to which a step of a
+        directory was copied.
+        """
+        if self._step is not None:
+            return self._hold(Record.published(self._step), lease=True, renewing=True)
+        if self._store.about("zarr.json") is None or self._store.about(INTENT) is None:
+            raise CheckpointNotFoundError(f"{self.path} has no published checkpoint")
+        return HeldObjects(self._store, "", None, lambda: self._store.about(INTENT) is not None, renewing=False)
+
+    def _hold(self, found: Record, lease: bool, renewing: bool) -> HeldObjects:
         def is_published() -> bool:
-            record = self._records.of(save)
+            record = self._records.of(found.save)
+            if record is None and found.at:  # no owner has taken it in yet
+                return self._store.about(f"{found.at}/{INTENT}") is not None
             return record is not None and (record.by is not None or record.state not in ("abandoned", "removed"))
 
-        return HeldObjects(self._store, save.name, is_published, lease=lease, renewing=renewing)
+        readers_of = found.save.name if lease else None
+        return HeldObjects(self._store, found.prefix, readers_of, is_published, renewing=renewing)
 
     def moved_aside(self) -> list[MovedStep]:
         """See `Root.moved_aside`. One list."""
@@ -166,7 +173,7 @@ class StoreRoot(Root):
             raise CheckpointExistsError(
                 f"{name} cannot be published again: step {record.save.step} exists in {self.path}"
             )
-        if self._records.change(record, "published") is None or not self._records.keeps(record.save):
+        if self._records.change(record, "published") is None or not self._records.keeps(record):
             raise StorageError(f"{name} cannot be published again: another process has just changed or removed it")
         try:
             self.ownership.check(token)
@@ -194,7 +201,7 @@ class StoreRoot(Root):
         if record is None or not self._change([record], why, token):
             self.ownership.check(token)
             return None
-        return self._store.place(f"saves/{record.save.name}")
+        return self._store.place(record.prefix)
 
     def remove_step(self, step: int, token: int | None = None) -> bool:
         """See `Root.remove_step`."""
@@ -279,7 +286,7 @@ class StoreRoot(Root):
             self._records.change(record, "superseded")
             return
         published = self._records.change(record, "published")
-        if published is not None and self._records.keeps(record.save) and self._is_left(step, token):
+        if published is not None and self._records.keeps(record) and self._is_left(step, token):
             self._records.change(published, "superseded")
 
     def _is_left(self, step: int, token: int) -> bool:
@@ -354,7 +361,10 @@ class StoreRoot(Root):
         return StoreSave(self, self._store, self._records, save, token)
 
     def refresh(self) -> None:
-        """See `Root.refresh`: a list shows what was put before it."""
+        """See `Root.refresh`: a list shows what was put before it. Two lists."""
+        recorded = [record.save.name for record in self._records.all()]
+        for record in reversed(self._copied.records(recorded, only=False)):  # the newest first: a restore uses that
+            self._records.create(record)
 
     def check_links(self) -> None:
         """See `Root.check_links`: there are none."""
@@ -379,13 +389,24 @@ class StoreRoot(Root):
 
     def removed(self) -> list[tuple[str, bool]]:
         """See `Root.removed`. The places are names of saves."""
-        left = {save.name for save in self._saves()}
+        left = {f"saves/{save.name}" for save in self._saves()}
         gone = [each for each in self._records.all() if each.is_gone]
-        return [(each.save.name, each.state == "abandoned") for each in gone if each.save.name in left]
+        left |= self._copied_there(gone)
+        return [(each.save.name, each.state == "abandoned") for each in gone if each.prefix in left]
+
+    def _copied_there(self, records: Iterable[Record]) -> set[str]:
+        """Return the prefixes of steps that were copied from a directory and are there. A list if there are some."""
+        if not any(each.at for each in records):
+            return set()
+        return {name for name in self._store.names("")[0] if PUBLISHED_STEP.fullmatch(name)}
+
+    def _prefix(self, save: str) -> str:
+        """Return the prefix of the objects of a save, as of the last list of the records."""
+        return next((each.prefix for each in self._records.known() if each.save.name == save), f"saves/{save}")
 
     def source_at(self, place: str) -> StoreStep:
         """See `Root.source_at`."""
-        return StoreStep(self._store, f"saves/{place}")
+        return StoreStep(self._store, self._prefix(place))
 
     def removed_here(self) -> list[tuple[str, bool]]:
         """See `Root.removed_here`."""
@@ -397,7 +418,7 @@ class StoreRoot(Root):
     def delete_contents(self, path: str, before_each: Callable[[], None], *, is_record: bool) -> None:
         """See `Root.delete_contents`. The record is not among them."""
         before_each()
-        self._store.delete([each.key for each in self._store.below(f"saves/{path}/")])
+        self._store.delete([each.key for each in self._store.below(f"{self._prefix(path)}/")])
         self._removed_here.discard(path)
 
     def clean(self) -> None:
@@ -413,11 +434,11 @@ class StoreRoot(Root):
         records = {record.save.name: record for record in self._records.all()}
         self._undo([each for each in records.values() if each.by is not None])
         self._abandon_late([save for save in saves if save.name not in records])
-        left = {save.name for save in saves}
-        absent = [each for name, each in records.items() if name not in left]
+        left = {f"saves/{save.name}" for save in saves} | self._copied_there(records.values())
+        absent = [each for each in records.values() if each.prefix not in left]
         for each in absent:
             if each.state == "published":
-                self._records.keeps(each.save)  # its process came late, and ended before it could withdraw the record
+                self._records.keeps(each)  # its process came late, and ended before it could withdraw the record
         gone = [each for each in absent if each.is_gone]
         before = self._store.now() - _KEEP_RECORDS_S if gone else 0.0
         if old := [each.save for each in gone if each.about and each.about.modified_s < before]:

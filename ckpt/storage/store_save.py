@@ -208,7 +208,7 @@ class StoreSave(Pending):
         if any(record.save.step == self.save.step and record.state == "published" for record in records):
             raise self.already_published()
         outcome = self._decide(Record.published(self.save))
-        if outcome == Published() and not self._records.keeps(self.save):
+        if outcome == Published() and not self._records.keeps(Record.published(self.save)):
             return Abandoned(
                 Reason(None, "SaveAbandonedError", "the objects of the save were deleted before it was decided")
             )

@@ -102,17 +102,17 @@ class HeldObjects(HeldStep):
     """Holds a step. Makes a lease where it can, if so asked; with `renewing` a thread renews it."""
 
     def __init__(
-        self, store: Store, save: str, is_published: Callable[[], bool], *, lease: bool, renewing: bool
+        self, store: Store, prefix: str, save: str | None, is_published: Callable[[], bool], *, renewing: bool
     ) -> None:
-        """`is_published` asks the store whether the save still is a step."""
-        self.source = StoreStep(store, f"saves/{save}")
+        """`is_published` asks the store whether the step is still there. A lease is made if its `save` is given."""
+        self.source = StoreStep(store, prefix)
         self.path = self.source.path
         self._store = store
         self._is_published = is_published
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._renewed = time.monotonic()
-        self._lease = _make_lease(store, save) if lease else None
+        self._lease = None if save is None else _make_lease(store, save)
         try:
             self.check()  # after the lease was made, which the owner looks for before it removes the step
         except BaseException:

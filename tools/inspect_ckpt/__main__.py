@@ -18,7 +18,6 @@ from . import (
     convert,
     diff,
     export,
-    import_steps,
     ls,
     memory,
     pin,
@@ -38,7 +37,7 @@ __all__ = ["main"]
 
 
 class Command(Protocol):
-    """The interface of a command: a module that is named like it (`import_steps` for a keyword)."""
+    """The interface of a command: a module that is named like it."""
 
     HELP: str
 
@@ -59,7 +58,6 @@ _COMMANDS: dict[str, Command] = {
     "report": report,
     "export": export,
     "convert": convert,
-    "import": import_steps,
     "clean": clean,
     "restore-branch": restore_branch,
     "rm": rm,

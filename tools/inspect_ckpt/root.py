@@ -20,7 +20,6 @@ from typing import Any
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.formats.detection import DESCRIPTIONS, kind_of
 from ckpt.formats.files import foreign_file
-from ckpt.storage.copied_steps import refuse_copied_steps
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
@@ -48,7 +47,6 @@ __all__ = [
     "moved_steps",
     "owned",
     "pending_saves",
-    "refuse_copied",
     "root_of",
     "steps_of",
     "why_abandoned",
@@ -70,7 +68,6 @@ def any_root(path: str) -> Root:
     if not is_object_url(path):
         return root_of(path)
     root = own_root(path)
-    refuse_copied(root)
     if root.ownership.newest() == 0 and not root.steps():
         raise CannotReadError(f"{path} is not a checkpoint root: no job has ever owned it")
     return root
@@ -107,21 +104,10 @@ def check_root(path: str) -> None:
     root = CheckpointRoot(path)
     if root.steps() or os.path.isdir(root.pending_path) or os.path.isdir(root.abandoned_path):
         return
-    refuse_copied(root)
     if not os.listdir(path):
         raise CannotReadError(f"{path} is empty: there is no checkpoint")
     _refuse_other_format(path)
     raise CannotReadError(f"{path} is not a checkpoint and contains none")
-
-
-def refuse_copied(root: Root) -> None:
-    """CannotReadError if there are files of steps in the layout of the other kind of root, and no steps."""
-    if root.steps():
-        return
-    try:
-        refuse_copied_steps(root)
-    except StorageError as error:
-        raise CannotReadError(str(error)) from None
 
 
 def _refuse_other_format(path: str) -> None:

@@ -29,7 +29,7 @@ from ckpt.storage.step_source import LocalStep, StepSource, step_source
 from ckpt.validation import read_document
 
 from .output import CannotReadError, NotPublishedError
-from .root import check_directory, check_root, looks_like_step, refuse_copied, steps_of
+from .root import check_directory, check_root, looks_like_step, steps_of
 
 __all__ = [
     "PartTimes",
@@ -97,8 +97,6 @@ def held_objects(url: str, step: int | None = None) -> Iterator[StepSource]:
     """
     root = open_root(url)
     steps = root.steps() if step is None else [step]
-    if not steps and root.path == url.rstrip("/"):
-        refuse_copied(root)
     try:
         with root.hold_step(steps[-1], lease=True, renewing=True) if steps else root.hold_itself() as held:
             try:

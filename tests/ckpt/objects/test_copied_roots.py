@@ -1,9 +1,12 @@
-"""Roots whose files another program has copied between a directory and a bucket: never a new beginning."""
+"""Roots whose files another program has copied between a directory and a bucket are the same roots there."""
 
 import itertools
-import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,161 +53,218 @@ def _download(url: str, folder: Path) -> None:
         (folder / each.key).write_bytes(found)
 
 
-@pytest.fixture(params=["a directory in a bucket", "a bucket in a directory"])
-def copied(request: pytest.FixtureRequest, bucket: Bucket, tmp_path: Path) -> tuple[str, str]:
-    """Return where the files of a root lie in the other layout, and a place for a root of that layout."""
-    if request.param.startswith("a directory"):
-        _saved(tmp_path / "run")
-        _upload(tmp_path / "run", bucket.url)
-        return bucket.url, f"{bucket.url}-taken"
-    _saved(bucket.url)
-    _download(bucket.url, tmp_path / "copy")
-    return str(tmp_path / "copy"), str(tmp_path / "taken")
-
-
-def _is_refused(where: str, call: Any) -> None:
-    with pytest.raises(ckpt.StorageError, match="has no step of its own, but files of step 1, 2, 3 in the") as caught:
-        call()
-    assert f"{where} has no step" in str(caught.value)
-    assert f"inspect_ckpt import {where} ROOT" in str(caught.value)
-
-
-def test_files_of_steps_are_no_new_beginning(copied: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    where, _ = copied
-    state = _state(0)
-    with ckpt.Checkpointer(where) as checkpointer:
-        _is_refused(where, lambda: checkpointer.restore(state))
-        _is_refused(where, lambda: checkpointer.restore(state, 3))
-        _is_refused(where, checkpointer.recover)
-    assert state["n"] == 0
-    for call in (ckpt.load, ckpt.open):
-        _is_refused(where, lambda call=call: call(where))
-        _is_refused(where, lambda call=call: call(where, 2))
-    for command in ("ls", "show", "validate"):
-        assert main([command, where]) == 2, command
-        assert f"inspect_ckpt import {where} ROOT" in capsys.readouterr().err, command
-
-
-def test_a_mirror_with_files_of_steps_is_no_new_beginning(copied: tuple[str, str], tmp_path: Path) -> None:
-    where, _ = copied
-    mirror = ckpt.Mirror(where, every=1)
-    with ckpt.Checkpointer(tmp_path / "new", mirror=mirror) as checkpointer:
-        _is_refused(where, lambda: checkpointer.restore(_state(0)))
-
-
-@pytest.mark.parametrize("kind", ["same", "own layout", "other layout"])
-def test_import(
-    copied: tuple[str, str], kind: str, bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    where, other = copied
-    taken = {"same": where, "own layout": other}.get(kind) or (
-        str(tmp_path / "back") if where.startswith("s3:") else f"{bucket.url}-back"
-    )
-    assert main(["import", where, taken, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["imported"], document["present"], document["damaged"]) == ([1, 2, 3], [], [])
-    assert main(["import", where, taken]) == 0, "again"
-    assert "step 2: is in" in capsys.readouterr().out
-    assert main(["validate", taken]) == 0
-    state = _state(0)
-    with ckpt.Checkpointer(taken) as checkpointer:
-        assert checkpointer.restore(state) == 3
-        assert str(state) == str(_state(3))
-        checkpointer.save(_state(4), 4)
-        assert checkpointer.all_steps() == [1, 2, 3, 4]
-    assert str(ckpt.load(taken, 2)) == str(_state(2))
-
-
-def test_import_of_some_and_of_damaged_steps(copied: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    where, taken = copied
-    assert main(["import", where, taken, "--step", "2"]) == 0
-    with ckpt.Checkpointer(taken, read_only=True) as checkpointer:
-        assert checkpointer.all_steps() == [2]
-    assert main(["import", where, taken, "--step", "7"]) == 2
-    if where.startswith("s3:"):
-        _store(where).put("step_00000001/packs/000/rank_00000_000", b"damaged")
-        _store(where).delete(["step_00000003/zarr.json"])
+def _copy(source: str, target: str) -> None:
+    if source.startswith("s3:"):
+        _download(source, Path(target))
     else:
-        steps = {path.name[:13]: path for path in (Path(where) / "saves").iterdir()}
-        (steps["step_00000001"] / "packs/000/rank_00000_000").write_bytes(b"damaged")
-        (steps["step_00000003"] / "zarr.json").unlink()
-    capsys.readouterr()
-    assert main(["import", where, taken]) == 1
-    out = capsys.readouterr().out
-    assert "step 1: is left out" in out
-    assert "step 3: is left out" in out
-    assert main(["import", taken, f"{taken}-2"]) == 2
-    assert "a checkpoint root already" in capsys.readouterr().err
+        _upload(Path(source), target)
 
 
-def test_only_what_was_published_is_taken_in(bucket: Bucket, tmp_path: Path) -> None:
-    """Of the saves in a bucket, the records say which are steps."""
-    _saved(bucket.url)
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
-        checkpointer.restore(_state(0), 1)
-        checkpointer.save(_state(5), 5)  # steps 2 and 3 are superseded
-    _download(bucket.url, tmp_path / "copy")
-    assert main(["import", str(tmp_path / "copy"), str(tmp_path / "taken")]) == 0
-    with ckpt.Checkpointer(tmp_path / "taken", read_only=True) as checkpointer:
-        assert checkpointer.all_steps() == [1, 5]
-    shutil.rmtree(tmp_path / "copy/records")
-    with pytest.raises(ckpt.StorageError, match="files of step 1, 2, 3, 5 in the layout of an object store"):
-        ckpt.load(tmp_path / "copy")
+@pytest.fixture(params=["directory", "bucket"])
+def places(request: pytest.FixtureRequest, bucket: Bucket, tmp_path: Path) -> list[str]:
+    """Return places for roots, in turn a directory and a prefix of a bucket."""
+    found = [str(tmp_path / "run"), f"{bucket.url}-a", str(tmp_path / "copy"), f"{bucket.url}-b"]
+    return found[:3] if request.param == "directory" else found[1:]
 
 
-@pytest.mark.parametrize("first", ["bucket", "directory"])
-def test_a_root_in_a_store_that_is_copied_is_the_same_root(first: str, bucket: Bucket, tmp_path: Path) -> None:
-    """From a bucket to a directory and back, or the other way round: each time a job resumes, and retention goes on."""
-    urls = [f"{bucket.url}-a", f"directory://{tmp_path}/b", f"{bucket.url}-c"]
-    if first == "directory":
-        urls = [f"directory://{tmp_path}/a", f"{bucket.url}-b", f"directory://{tmp_path}/c"]
-    with ckpt.Checkpointer(urls[0]) as checkpointer:
+def _facts(where: str) -> tuple[dict[int, str | None], set[int]]:
+    root = open_root(where)
+    return root.saves(), root.pinned_steps()
+
+
+def test_a_root_that_is_copied_is_the_same_root(places: list[str]) -> None:
+    """There and back: each time readers find the steps, and a job resumes, saves, and removes."""
+    with ckpt.Checkpointer(places[0]) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(_state(step), step)
         checkpointer.restore(_state(0), 2)
         checkpointer.save(_state(4), 4)  # step 3 is superseded
         checkpointer.pin(1)
-    for number, (source, target) in enumerate(itertools.pairwise(urls)):
-        for each in _store(source).below(""):
-            data = _store(source).get(each.key, 1 << 30)
-            assert data is not None
-            _store(target).put(each.key, data)
-        before, after = open_root(source), open_root(target)
-        assert (after.saves(), after.superseded(), after.pinned_steps()) == (
-            before.saves(),
-            before.superseded(),
-            before.pinned_steps(),
-        )
+    for number, (source, target) in enumerate(itertools.pairwise(places)):
+        newest = 4 + number
+        _copy(source, target)
+        assert _facts(target) == _facts(source)
+        with ckpt.open(target) as opened:
+            assert opened.step == newest
+        assert str(ckpt.load(target, 1)) == str(_state(1))
+        for command in (["validate", target], ["show", target], ["ls", target]):
+            assert main(command) == 0, command
         state = _state(0)
         with ckpt.Checkpointer(target, keep=ckpt.Latest(2)) as checkpointer:
-            newest = 4 + number
             assert checkpointer.restore(state) == newest
             assert str(state) == str(_state(newest))
+            assert checkpointer.all_steps() == ([1, 2, 4] if number == 0 else [1, 4, 5])
             with pytest.raises(ckpt.StorageError, match="pinned"):
                 checkpointer.delete(1)
             checkpointer.save(_state(newest + 1), newest + 1)
             assert checkpointer.all_steps() == [1, newest, newest + 1]
+        assert main(["validate", target]) == 0
+        assert str(ckpt.load(target, 1)) == str(_state(1))
 
 
-def test_one_step_that_was_copied(bucket: Bucket, tmp_path: Path) -> None:
-    _saved(tmp_path / "run")
-    where = f"{bucket.url}/step_00000002"
-    _upload(tmp_path / "run/step_00000002", where)
-    with pytest.raises(ckpt.StorageError, match="files of step 2 in the layout of a directory"):
-        ckpt.load(where)
-    assert main(["import", where, str(tmp_path / "taken")]) == 0
-    assert str(ckpt.load(tmp_path / "taken", 2)) == str(_state(2))
-    _saved(bucket.url, (1,))
-    (save,) = {each.key.split("/")[1] for each in _store(bucket.url).below("saves/")}
-    _download(f"{bucket.url}/saves/{save}", tmp_path / "one")
-    assert str(ckpt.load(tmp_path / "one")) == str(_state(1)), "it is a step in a directory as it is"
+def test_nothing_is_left_of_a_copied_step_that_is_removed(places: list[str]) -> None:
+    _saved(places[0])
+    _copy(places[0], places[1])
+    with ckpt.Checkpointer(places[1], keep=ckpt.Latest(1)) as checkpointer:
+        checkpointer.save(_state(4), 4)
+        assert checkpointer.all_steps() == [4]
+    with ckpt.Checkpointer(places[1]) as checkpointer:
+        checkpointer.save(_state(5), 5)
+    assert main(["clean", places[1]]) == 0
+    if places[1].startswith("s3:"):
+        packs = {each.key.split("/packs/")[0] for each in _store(places[1]).below("") if "/packs/" in each.key}
+        assert {name.rpartition("/")[2][:13] for name in packs} == {"step_00000004", "step_00000005"}
+    else:
+        packs = {str(path.parent.parent) for path in Path(places[1]).rglob("packs/*/*")}
+        assert {os.path.basename(os.path.dirname(name)) for name in packs} <= {"step_00000004", "step_00000005"}
+        left = {path.name for path in Path(places[1]).iterdir()}
+        assert not left & {"records", "saves", "owner", "readers"}, left
 
 
-def test_a_root_with_steps_of_its_own_is_used(copied: tuple[str, str]) -> None:
-    where, _ = copied
-    _saved(where, (7,))
+def test_a_copied_step_can_be_superseded_deleted_and_published_again(places: list[str]) -> None:
+    _saved(places[0])
+    _copy(places[0], places[1])
+    with ckpt.Checkpointer(places[1]) as checkpointer:
+        checkpointer.restore(_state(0), 1)
+        checkpointer.save(_state(9), 2)  # another step 2
+        assert checkpointer.all_steps() == [1, 2]
+        checkpointer.delete(1)
+    assert str(ckpt.load(places[1], 2)) == str(_state(9))
+    root = open_root(places[1])
+    third = next(moved for moved in root.moved_aside() if moved.step == 3)
+    assert main(["restore-branch", places[1], third.name]) == 0
+    assert str(ckpt.load(places[1], 3)) == str(_state(3))
+    assert main(["validate", places[1]]) == 0
+
+
+def test_tokens_of_copied_steps_count(places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that was set back between lets no step look as saved by a later owner."""
+    _saved(places[0])
+    _copy(places[0], places[1])
+    monkeypatch.setattr("ckpt.storage.ownership.time.time", lambda: 1_000_000.0)
+    if not places[1].startswith("s3:"):
+        shutil.rmtree(f"{places[1]}/owner")
+    with ckpt.Checkpointer(places[1], keep=ckpt.Latest(1)) as checkpointer:
+        assert checkpointer.restore(_state(0)) == 3
+        checkpointer.save(_state(4), 4)
+        assert checkpointer.all_steps() == [4]
+
+
+def test_a_mirror_that_was_copied(places: list[str], tmp_path: Path) -> None:
+    _saved(places[0])
+    _copy(places[0], places[1])
+    state = _state(0)
+    with ckpt.Checkpointer(tmp_path / "new", mirror=ckpt.Mirror(places[1], every=1)) as checkpointer:
+        assert checkpointer.restore(state) == 3
+        assert str(state) == str(_state(3))
+
+
+def test_what_was_copied_in_part_is_no_new_beginning(places: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    _saved(places[0], (1, 2))
+    _copy(places[0], places[1])
+    if places[1].startswith("s3:"):
+        _store(places[1]).delete(["step_00000001/intent.json", "step_00000002/zarr.json"])
+    else:
+        shutil.rmtree(f"{places[1]}/records")
+    calls: list[Callable[[], object]] = [lambda: ckpt.load(places[1]), lambda: ckpt.load(places[1], 2)]
+    with ckpt.Checkpointer(places[1]) as checkpointer:
+        for call in (*calls, lambda: checkpointer.restore(_state(0)), lambda: checkpointer.restore(_state(0), 2)):
+            with pytest.raises(ckpt.StorageError, match="copied in part"):
+                call()
+    for command in ("ls", "show", "validate"):
+        assert main([command, places[1]]) == 2, command
+        assert "copied in part" in capsys.readouterr().err
+    if places[1].startswith("s3:"):
+        _upload(Path(places[0]) / "step_00000002", f"{places[1]}/step_00000002")
+    else:
+        _download(f"{places[0]}/records", Path(places[1]) / "records")
+    assert str(ckpt.load(places[1])) == str(_state(2))
+
+
+def test_only_what_was_published_is_a_step(bucket: Bucket, tmp_path: Path) -> None:
+    """Of the saves in a bucket, the records say which are steps; superseded ones stay superseded."""
+    _saved(bucket.url)
+    with ckpt.Checkpointer(bucket.url) as checkpointer:
+        checkpointer.restore(_state(0), 1)
+        checkpointer.save(_state(5), 5)  # steps 2 and 3 are superseded
+    before = open_root(bucket.url).superseded()
+    _download(bucket.url, tmp_path / "copy")
+    with ckpt.Checkpointer(tmp_path / "copy", read_only=True) as checkpointer:
+        assert checkpointer.all_steps() == [1, 5]
+    with ckpt.Checkpointer(tmp_path / "copy") as checkpointer:
+        checkpointer.save(_state(6), 6)
+        assert checkpointer.all_steps() == [1, 5, 6]
+    assert open_root(tmp_path / "copy").superseded() == before
+    assert sorted(path.name for path in (tmp_path / "copy").glob("step_*")) == [f"step_0000000{n}" for n in (1, 5, 6)]
+
+
+def test_a_step_that_is_read_is_renamed_by_a_later_owner(bucket: Bucket, tmp_path: Path) -> None:
+    _saved(bucket.url)
+    _download(bucket.url, tmp_path)
+    with ckpt.open(tmp_path, 2) as opened:
+        with ckpt.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(_state(4), 4)
+            assert checkpointer.all_steps() == [1, 2, 3, 4]
+        assert not (tmp_path / "step_00000002").exists()
+        assert float(opened["w"][0]) == 2.0
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(_state(5), 5)
+        assert checkpointer.all_steps() == [1, 2, 3, 4, 5]
+    assert (tmp_path / "step_00000002").exists()
+    assert not (tmp_path / "records").exists()
+
+
+def test_both_names_of_a_directory_at_once(bucket: Bucket, tmp_path: Path) -> None:
+    """`directory://` has the protocol of a bucket: no two jobs that do not know of each other save to one directory."""
+    _saved(tmp_path / "plain")
+    with pytest.raises(ckpt.StorageError, match=f"is a root in a directory; give its path, {tmp_path}/plain"):
+        ckpt.Checkpointer(f"directory://{tmp_path}/plain")
+    program = """
+import sys, torch, ckpt
+with ckpt.Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.save({"w": torch.full((900,), 1.0), "n": 1}, 1)
+    print("saved", flush=True)
+    sys.stdin.readline()
+"""
+    where = tmp_path / "other"
+    command = [sys.executable, "-c", program, f"directory://{where}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"saved\n"
+        assert str(ckpt.load(where)) == str(_state(1))
+        with ckpt.Checkpointer(where) as checkpointer, pytest.raises(ckpt.CheckpointError, match="this host saves to"):
+            checkpointer.save(_state(2), 2)
+        other.communicate(b"\n", timeout=60)
     with ckpt.Checkpointer(where) as checkpointer:
-        assert checkpointer.restore(_state(0)) == 7
+        checkpointer.save(_state(2), 2)
+        assert checkpointer.all_steps() == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["step_00000002", "best"])
+def test_one_step_that_was_copied(name: str, bucket: Bucket, tmp_path: Path) -> None:
+    _saved(tmp_path / "run")
+    where = f"{bucket.url}/{name}"
+    _upload(tmp_path / "run/step_00000002", where)
+    assert str(ckpt.load(where)) == str(_state(2))
+    assert main(["validate", where]) == 0
+    _saved(f"{bucket.url}-run", (1,))
+    (save,) = {each.key.split("/")[1] for each in _store(f"{bucket.url}-run").below("saves/")}
+    _download(f"{bucket.url}-run/saves/{save}", tmp_path / "one")
+    assert str(ckpt.load(tmp_path / "one")) == str(_state(1))
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_step_that_was_copied_to_a_bucket_of_its_number(has_own: bool, bucket: Bucket, tmp_path: Path) -> None:
+    """It is a step of the root there, unless the root has one with this number."""
+    _saved(tmp_path, (2,))
+    _saved(bucket.url, (1, 2) if has_own else (1,))
+    own = open_root(bucket.url).save_of(2)
+    _upload(tmp_path / "step_00000002", f"{bucket.url}/step_00000002")
+    with ckpt.Checkpointer(bucket.url) as checkpointer:
+        assert checkpointer.restore(_state(0)) == 2
+        checkpointer.save(_state(3), 3)
+        assert checkpointer.all_steps() == [1, 2, 3]
+    assert open_root(bucket.url).save_of(2) == (own or open_root(tmp_path).save_of(2))
 
 
 def test_a_step_under_the_number_of_another_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ def _trainer(mounts: Mounts) -> Iterator[ckpt.Checkpointer]:
     with ckpt.Checkpointer(mounts.one / "root", keep=1) as trainer:
         for step in (1, 2):
             trainer.save(state_of(float(step)), step)
-        for name in (".pinned", ".readers"):
+        for name in ("pins", ".readers"):
             assert not (mounts.one / "root" / name).exists()
         yield trainer
 
@@ -49,7 +49,7 @@ def _remembers(mounts: Mounts, relative: str) -> None:
 def test_a_pin_that_was_made_on_another_mount(cached_mounts: Mounts, remove: Remove) -> None:
     with _trainer(cached_mounts) as trainer:
         CheckpointRoot(str(cached_mounts.two / "root")).pin_step(2)
-        _remembers(cached_mounts, "root/.pinned")
+        _remembers(cached_mounts, "root/pins")
         remove(trainer)
         assert 2 in trainer.all_steps()
 
@@ -59,9 +59,9 @@ def test_a_further_pin(cached_mounts: Mounts, remove: Remove) -> None:
     with _trainer(cached_mounts) as trainer:
         trainer.pin(2)
         trainer.unpin(2)
-        assert not (cached_mounts.one / "root/.pinned/step_00000002").exists()
+        assert not (cached_mounts.one / "root/pins/step_00000002").exists()
         CheckpointRoot(str(cached_mounts.two / "root")).pin_step(2)
-        _remembers(cached_mounts, "root/.pinned/step_00000002")
+        _remembers(cached_mounts, "root/pins/step_00000002")
         remove(trainer)
         assert 2 in trainer.all_steps()
 
