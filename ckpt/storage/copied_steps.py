@@ -73,7 +73,8 @@ def _is_published(root: str, save: SaveId) -> bool:
     record = f"records/{save.name}/{max(numbers, default=0):03d}.json"
     try:
         with storage_errors("read", os.path.join(root, record)):  # else training would start from scratch
-            return decode_document(read_regular(root, record, _MAX_RECORD_BYTES), record).get("state") == "published"
+            found = decode_document(read_regular(root, record, _MAX_RECORD_BYTES), record)
+            return found.get("state") == "published" or found.get("by") is not None
     except (CheckpointCorruptError, DamagedFileError):
         return False
 

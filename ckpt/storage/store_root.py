@@ -75,10 +75,10 @@ class StoreRoot(Root):
 
     def listed_steps(self) -> list[int]:
         """See `Root.listed_steps`."""
-        return sorted(record.save.step for record in self._records.once_listed() if record.state == "published")
+        return sorted(record.save.step for record in self._records.once_listed() if record.is_published)
 
     def _published(self) -> dict[int, Record]:
-        return {record.save.step: record for record in self._records.all() if record.state == "published"}
+        return {record.save.step: record for record in self._records.all() if record.is_published}
 
     def _record(self, step: int) -> Record | None:
         return self._published().get(step)
@@ -124,7 +124,7 @@ class StoreRoot(Root):
 
     def _listed(self, step: int) -> Record:
         """Return the record of a step that `steps` has just listed: no request for each."""
-        found = [each for each in self._records.known() if each.save.step == step and each.state == "published"]
+        found = [each for each in self._records.known() if each.save.step == step and each.is_published]
         return found[0] if len(found) == 1 else self._existing(step)
 
     def _existing(self, step: int) -> Record:
@@ -146,7 +146,7 @@ class StoreRoot(Root):
     def _hold(self, save: SaveId, lease: bool, renewing: bool) -> HeldObjects:
         def is_published() -> bool:
             record = self._records.of(save)
-            return record is not None and (record.by is not None or record.state not in ("abandoned", "removed"))
+            return record is not None and (record.is_published or record.state not in ("abandoned", "removed"))
 
         return HeldObjects(self._store, save.name, is_published, lease=lease, renewing=renewing)
 
@@ -214,7 +214,7 @@ class StoreRoot(Root):
         self, steps: Sequence[int], token: int, plan: str | None = None, *, failed: dict[int, str]
     ) -> list[int]:
         """See `Root.retire_steps`. Two lists for all, and a put for each."""
-        records = {each.save.step: each for each in self._records.known() if each.state == "published"}
+        records = {each.save.step: each for each in self._records.known() if each.is_published}
         read = readers(self._store)
         pinned = self.pinned_steps()  # after the readers: whoever pins a step reads it until it is pinned
         chosen = [records[step] for step in steps if step in records and step not in pinned]
@@ -238,7 +238,7 @@ class StoreRoot(Root):
     # continues the very step whose record is replaced then. So the record tells the token first, and no object is
     # deleted; then the token is looked at again, before the second put. Either that look finds the claim of the later
     # owner; or that owner, who looks for such records after its claim, finds this one, publishes the step again, and
-    # the second put fails.
+    # the second put fails. Without the second put, for whatever reason, the step is published as before.
 
     def _change(
         self, records: list[Record], state: State, token: int | None, failed: dict[int, str] | None = None
@@ -248,16 +248,21 @@ class StoreRoot(Root):
         What the store does not let change is entered in `failed` instead of raised, if that is given. FencedError, with
         the steps as they were, if `token` is not the owner's.
         """
-        begun: list[Record] = []
-        for each in records:
-            try:
-                changed = self._records.change(each, state, token)
-            except StorageError as error:
-                if failed is None:
-                    raise
-                failed[each.save.step] = str(error)
-            else:
-                begun += [] if changed is None else [changed]
+
+        def change_all(records: list[Record], by: int | None) -> list[Record]:
+            changed: list[Record] = []
+            for each in records:
+                try:
+                    found = self._records.change(each, state, by)
+                except StorageError as error:
+                    if failed is None:
+                        raise
+                    failed[each.save.step] = str(error)
+                else:
+                    changed += [] if found is None else [found]
+            return changed
+
+        begun = change_all(records, token)
         if not begun or token is None:
             return begun
         try:
@@ -266,7 +271,7 @@ class StoreRoot(Root):
             for each in begun:
                 self._change_back(each)
             raise
-        return [changed for each in begun if (changed := self._records.change(each, state)) is not None]
+        return change_all(begun, None)
 
     def _change_back(self, record: Record) -> None:
         """Publish a step again that an earlier owner has changed; supersede it if a later owner has left its branch.
@@ -416,7 +421,7 @@ class StoreRoot(Root):
         left = {save.name for save in saves}
         absent = [each for name, each in records.items() if name not in left]
         for each in absent:
-            if each.state == "published":
+            if each.is_published:
                 self._records.keeps(each.save)  # its process came late, and ended before it could withdraw the record
         gone = [each for each in absent if each.is_gone]
         before = self._store.now() - _KEEP_RECORDS_S if gone else 0.0
