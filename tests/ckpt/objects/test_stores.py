@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -274,6 +275,37 @@ def test_a_refused_connection_is_not_tried_again(sftp_server: SftpServer, tmp_pa
     for each in left:
         each.join(20)
     assert not any(each.is_alive() for each in left), left
+
+
+@pytest.mark.parametrize("fault", ["the connection ends", "no answer comes"])
+def test_a_connection_that_is_lost_while_the_user_is_checked_is_made_again(
+    sftp_server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """paramiko raises what it raises for a key that is refused."""
+    from paramiko.auth_handler import AuthHandler
+
+    wait, calls = AuthHandler.wait_for_response, []
+
+    def interrupted(handler: Any, event: threading.Event) -> Any:
+        calls.append(handler)
+        if len(calls) > 1:
+            return wait(handler, event)
+        if fault == "the connection ends":
+            event.wait(20)  # for the answer, which is not looked at
+            handler.authenticated = False
+            handler.transport.sock.shutdown(socket.SHUT_RDWR)
+            handler.transport.join(20)
+            return wait(handler, event)
+        event.wait(20)
+        event.clear()
+        handler.transport.auth_timeout = 0.5
+        return wait(handler, event)
+
+    monkeypatch.setattr(AuthHandler, "wait_for_response", interrupted)
+    store = sftp.open_sftp(sftp_server.url(tmp_path / "store"), StorageOptions.of(sftp_server.options, 60.0))
+    store.put("a", b"x")
+    assert len(calls) == 2
+    assert store.get("a", 100) == b"x"
 
 
 @pytest.mark.parametrize("has_channel", [True, False])
