@@ -42,6 +42,7 @@ __all__ = ["StoreRoot", "store_root"]
 _KEEP_RECORDS_S = 3600.0
 _LEAST_LOOK_S = 0.2
 _LEASE_TIMEOUT_S = 5.0
+_NAMED_STEP = re.compile(r"(?P<root>.*[^/])/step_(?P<step>\d{8,18})")
 _OF_STEP = re.compile(r"(?P<root>.*)/saves/(?P<save>step_\d{8,18}-o\d+-[0-9a-f]{16})")
 
 
@@ -138,7 +139,13 @@ class StoreRoot(Root):
         return self._hold(self._existing(step).save, lease, renewing)
 
     def hold_itself(self) -> HeldObjects:
-        """See `Root.hold_itself`. The place of a step is the URL of the root, ``/saves/``, and the name of its save."""
+        """See `Root.hold_itself`. The place of a step is the URL of the root, ``/saves/``, and the name of its save.
+
+        As in a directory, a step can be named by the URL of the root and ``/step_00000010``, too.
+        """
+        if (match := _NAMED_STEP.fullmatch(self.path)) is not None:
+            root = store_root(match["root"], self.options or StorageOptions())
+            return root.hold_step(int(match["step"]), lease=True, renewing=True)
         if self._step is None:
             raise CheckpointNotFoundError(f"{self.path} has no published checkpoint")
         return self._hold(self._step, lease=True, renewing=True)
