@@ -203,7 +203,10 @@ class PendingSave(Pending):
         self.check_token()
         refuse_link(self.path)
         if not self.has_begun():
-            return self.outcome() or Abandoned(unknown_reason(self.save))
+            decided = self.outcome() or Abandoned(unknown_reason(self.save))
+            if isinstance(decided, Published):
+                self.confirm()
+            return decided
         try:
             result = directories.rename_directory(self.path, self.root.step_path(self.save.step))
         except StorageError as error:

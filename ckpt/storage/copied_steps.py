@@ -99,7 +99,7 @@ class CopiedObjects:
                 f"{self._path}/saves has files of saves, such as {names[-1]}, and {self._path}/records says nothing of "
                 "them: a root in an object store was copied in part. Copy it again, as a whole, or remove these files"
             )
-        return {record.save.step: self._place(record) for record in records if record.state == "published"}
+        return {record.save.step: self._place(record) for record in records if record.is_published}
 
     def take_in(self, root: str, superseded: str, damaged: str, rest: str) -> None:
         """Rename the steps to what they are in a directory, and all that is left to names in `rest`. For the owner.
@@ -119,7 +119,7 @@ class CopiedObjects:
         records, left = self._records(), False
         targets = {"superseded": superseded, "damaged": damaged}
         for record in records:
-            place, published = self._place(record), record.state == "published"
+            place, published = self._place(record), record.is_published
             if not published and record.state not in targets:
                 continue
             if has_readers(root, place):

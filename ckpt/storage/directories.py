@@ -195,7 +195,6 @@ def make_with_parents(path: str) -> None:
             except FileExistsError:
                 if not is_directory(path):
                     raise StorageError(f"{path} is a file; choose another checkpoint root") from None
-                continue
             fsync(os.path.dirname(path))
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "create_exclusive",
     "exists",
     "fsync",
+    "fsync_open",
     "holds",
     "is_directory",
     "remove",
@@ -97,17 +98,20 @@ def write_durable(path: str, data: bytes | memoryview) -> None:
 
 
 def create_exclusive(path: str, data: bytes) -> bool:
-    """Create `path` with `data`, durably and atomically; False if it exists, and then it is not changed."""
+    """Create `path` with `data`, durably and atomically; False if it exists, and then it is not changed.
+
+    What exists is durable, too, when this returns.
+    """
     with storage_errors("create", path):
-        temporary = _write_sibling(path, data)
+        temporary, created = _write_sibling(path, data), True
         try:
             _link(temporary, path)
         except FileExistsError:
-            return False
+            created = False  # perhaps just now, by a process that has not synced the directory yet
         finally:
             _discard(temporary)
         fsync(os.path.dirname(path))
-        return True
+        return created
 
 
 def write_document(path: str, data: bytes, scratch: str) -> None:
@@ -305,12 +309,18 @@ def fsync(path: str) -> None:
     """Sync a file or directory. Raises `OSError`, not `StorageError`."""
     fd = os.open(path or ".", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL or not os.path.isdir(path or "."):
-            raise  # else a network file system that cannot sync directories, and does it by itself
+        fsync_open(fd)
     finally:
         os.close(fd)
+
+
+def fsync_open(fd: int) -> None:
+    """Sync an open file or directory. Raises `OSError`, not `StorageError`."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise  # else a network file system that cannot sync directories, and does it by itself
 
 
 def _discard(path: str) -> None:

@@ -7,6 +7,8 @@
 and that never changes. The record with the highest number is the state of the step: whoever has read record n, and
 decides otherwise, creates n + 1, and fails if another process has done that meanwhile. An owner that moves a step aside
 or removes it creates two: one with its token, and one when it has seen that it still is the owner (see `store_root`).
+The step is published until the second one, so it is never lost between them: the owner changes it anew where it wants
+to, and a later owner undoes what it finds.
 
 Records stay for an hour after the objects of their save are deleted, so that no late process finds none and decides
 anew. Then they are deleted, the newest one last. A process that was stopped for longer can still create one: so whoever
@@ -76,6 +78,11 @@ class Record:
         return cls(save, "abandoned", reason)
 
     @property
+    def is_published(self) -> bool:
+        """Whether the save is a published step."""
+        return self.state == "published" or self.by is not None
+
+    @property
     def is_gone(self) -> bool:
         """Whether the objects of the save may be deleted."""
         return self.by is None and self.state in ("abandoned", "removed")
@@ -117,6 +124,10 @@ class Records:
         """
         record = self._read(_key(save, 0))
         return None if record is None else record.outcome
+
+    def sync_outcome(self, save: SaveId) -> None:
+        """Make a decision durable that `outcome` has returned. No request to a store where it is so already."""
+        self._store.sync(_key(save, 0))
 
     def of(self, save: SaveId) -> Record | None:
         """Return the newest record of a save; None if there is none. One list, and a read if it is a new one.

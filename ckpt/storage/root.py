@@ -100,9 +100,8 @@ class CheckpointRoot(DirectoryRoot):
     def step_path(self, step: int) -> str:
         """Return the directory of `step` once it is published; or where it was copied to from an object store."""
         path = os.path.join(self.path, step_name(step))
-        if not self._copied.are_there() or os.path.lexists(path):
-            return path
-        return self._copied.steps(only=False).get(step, path)
+        is_copied = self._copied.are_there() and not os.path.lexists(path)
+        return self._copied.steps(only=False).get(step, path) if is_copied else path
 
     def steps(self) -> list[int]:
         """See `Root.steps`."""
@@ -170,9 +169,8 @@ class CheckpointRoot(DirectoryRoot):
 
     def _moved_as(self, save: SaveId, what: str) -> list[str]:
         """Return the directories of a removed step, or of one that is just being moved, published as this save."""
-        names = (
-            name for name in self._names(self.abandoned_path) if name.startswith(f"{step_name(save.step)}-{what}-")
-        )
+        prefix = f"{step_name(save.step)}-{what}-"
+        names = [name for name in self._names(self.abandoned_path) if name.startswith(prefix)]
         paths = (os.path.join(self.abandoned_path, name) for name in names)
         return [path for path in paths if (intent_of_step(path) or {}).get("save") == save.name]
 

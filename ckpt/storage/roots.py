@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import urllib.parse
+from dataclasses import replace
 
 from ckpt.errors import StorageError
 from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_documents import step_around
+from ckpt.storage.stores.opening import open_store
 
 __all__ = ["absolute", "is_object_url", "local_path", "open_root", "own_directory", "own_root"]
 
+_LOOK_S = 5.0
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "directory://", "memory://", "sftp://")
 _SAME_SCHEMES = (("s3a://", "s3://"), ("azure://", "az://"))
 _BUCKET = re.compile(r"[A-Za-z0-9._-]*")
 _SERVER = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+(:(?P<port>\d{1,5}))?")
 _PASSWORD = re.compile(r"(?<=://)(?P<user>[^/:@]*):(?!\d+(/|$)).*@")  # which may have slashes; not a port
+_NAMED_STEP = re.compile(r"(?<=[^/])/step_\d{8,18}(?=/|$)")
 _IN_SAVE = re.compile(r"(?P<root>.*?)/saves/step_\d{8,18}-o\d+-[0-9a-f]{16}(/.*)?")
 
 
@@ -86,13 +91,23 @@ def _is_place(scheme: str, name: str) -> bool:
 def open_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:
     """Return the root at a path or URL, without looking whether it is there.
 
-    The options of the environment are taken if there are none. StorageError for a URL that is not supported.
+    The options of the environment are taken if there are none. StorageError for a URL that is not supported, ValueError
+    for options that a place does not have.
     """
+    if options is not None and options.given and _has_no_options(path):
+        raise ValueError(
+            f"storage_options are for a store such as s3:// or sftp://, and {absolute(path)} has none: leave out "
+            f"{', '.join(name for name, _ in options.given)}, or give the URL of the store"
+        )
     if not is_object_url(path):
         return CheckpointRoot(local_path(path))
     from ckpt.storage.store_root import store_root
 
     return store_root(absolute(path), options or StorageOptions.of(None, _TIMEOUT_S))
+
+
+def _has_no_options(path: str | os.PathLike[str]) -> bool:
+    return not is_object_url(path) or os.fspath(path).startswith(("directory://", "memory://"))
 
 
 def own_root(path: str | os.PathLike[str], options: StorageOptions | None = None) -> Root:
@@ -110,7 +125,28 @@ def own_root(path: str | os.PathLike[str], options: StorageOptions | None = None
         own_directory(where, "a checkpoint root")
     elif (match := _IN_SAVE.fullmatch(where)) is not None:
         raise StorageError(f"{where} is a step, or inside of one, and not a checkpoint root; give {match['root']}")
+    else:
+        if where.startswith("directory://"):
+            own_directory(where.removeprefix("directory://"), "a checkpoint root")
+        _refuse_named_step(where, options or StorageOptions.of(None, _TIMEOUT_S))
     return open_root(path, options)
+
+
+def _refuse_named_step(url: str, options: StorageOptions) -> None:
+    """Raise StorageError for the name of a step in a root in a store, as `own_directory` does in a directory.
+
+    Only a URL with such a name costs a request. If it fails, the first use of the root does, too: an error here would
+    reach one rank alone, before ranks can agree.
+    """
+    for match in _NAMED_STEP.finditer(url):
+        root = url[: match.start()]
+        with contextlib.suppress(StorageError):
+            folders, _ = open_store(root, replace(options, timeout_s=min(options.timeout_s, _LOOK_S))).names("")
+            if "records" in folders or "owner" in folders:
+                break
+    else:
+        return
+    raise StorageError(f"{url} is a step, or inside of one, and not a checkpoint root; give {root}")
 
 
 def own_directory(path: str, what: str) -> str:

@@ -22,15 +22,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
 from ckpt.storage.copied_steps import CopiedDirectories
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Aside, MovedStep, Root
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Reason
-from ckpt.storage.records import Record, Records, State
-from ckpt.storage.regular_files import DamagedFileError
+from ckpt.storage.records import Record, Records
+from ckpt.storage.state_changes import StateChanges
 from ckpt.storage.step_documents import INTENT
 from ckpt.storage.store_owner import StoreOwnership
 from ckpt.storage.store_save import StoreSave
@@ -43,6 +42,7 @@ __all__ = ["StoreRoot", "store_root"]
 _KEEP_RECORDS_S = 3600.0
 _LEAST_LOOK_S = 0.2
 _LEASE_TIMEOUT_S = 5.0
+_NAMED_STEP = re.compile(r"(?P<root>.*[^/])/step_(?P<step>\d{8,18})")
 _OF_STEP = re.compile(r"(?P<root>.*)/saves/(?P<save>step_\d{8,18}-o\d+-[0-9a-f]{16})")
 
 
@@ -67,6 +67,7 @@ class StoreRoot(Root):
         self._store = store
         self._records = Records(store)
         self._copied = CopiedDirectories(store)
+        self._changes = StateChanges(store, self._records, self.ownership, self._published)
         self._step = step
         self._removed_here: set[str] = set()  # saves whose objects are to be deleted
 
@@ -76,7 +77,7 @@ class StoreRoot(Root):
 
     def listed_steps(self) -> list[int]:
         """See `Root.listed_steps`."""
-        return sorted(record.save.step for record in self._records.once_listed() if record.state == "published")
+        return sorted(record.save.step for record in self._records.once_listed() if record.is_published)
 
     def _published(self) -> dict[int, Record]:
         """Return the records of the published steps, also of those that were copied here from a directory. Two lists.
@@ -84,7 +85,7 @@ class StoreRoot(Root):
         Of two saves of one step, that of this root counts.
         """
         records = self._records.all()
-        published = {record.save.step: record for record in records if record.state == "published"}
+        published = {record.save.step: record for record in records if record.is_published}
         copied = self._copied.records([record.save.name for record in records], only=not published)
         return {record.save.step: record for record in copied} | published
 
@@ -122,7 +123,7 @@ class StoreRoot(Root):
 
     def _listed(self, step: int) -> Record:
         """Return the record of a step that `steps` has just listed: no request for each."""
-        found = [each for each in self._records.known() if each.save.step == step and each.state == "published"]
+        found = [each for each in self._records.known() if each.save.step == step and each.is_published]
         return found[0] if len(found) == 1 else self._existing(step)
 
     def _existing(self, step: int) -> Record:
@@ -138,21 +139,25 @@ class StoreRoot(Root):
     def hold_itself(self) -> HeldObjects:
         """See `Root.hold_itself`.
 
-        The place of a step is the URL of the root, ``/saves/``, and the name of its save; or that to which a step of a
-        directory was copied.
+        The place of a step is the URL of the root, ``/saves/``, and the name of its save; or that of the root and
+        ``/step_00000010``; or that to which a step of a directory was copied.
         """
         if self._step is not None:
             return self._hold(Record.published(self._step), lease=True, renewing=True)
-        if self._store.about("zarr.json") is None or self._store.about(INTENT) is None:
-            raise CheckpointNotFoundError(f"{self.path} has no published checkpoint")
-        return HeldObjects(self._store, "", None, lambda: self._store.about(INTENT) is not None, renewing=False)
+        match = _NAMED_STEP.fullmatch(self.path)
+        if self._store.about("zarr.json") is not None and self._store.about(INTENT) is not None:
+            return HeldObjects(self._store, "", None, lambda: self._store.about(INTENT) is not None, renewing=False)
+        if match is not None:
+            root = store_root(match["root"], self.options or StorageOptions())
+            return root.hold_step(int(match["step"]), lease=True, renewing=True)
+        raise CheckpointNotFoundError(f"{self.path} has no published checkpoint")
 
     def _hold(self, found: Record, lease: bool, renewing: bool) -> HeldObjects:
         def is_published() -> bool:
             record = self._records.of(found.save)
             if record is None and found.at:  # no owner has taken it in yet
                 return self._store.about(f"{found.at}/{INTENT}") is not None
-            return record is not None and (record.by is not None or record.state not in ("abandoned", "removed"))
+            return record is not None and (record.is_published or record.state not in ("abandoned", "removed"))
 
         readers_of = found.save.name if lease else None
         return HeldObjects(self._store, found.prefix, readers_of, is_published, renewing=renewing)
@@ -198,7 +203,7 @@ class StoreRoot(Root):
         """See `Root.move_aside`. Its objects stay where they are."""
         self.ownership.check(token)
         record = self._record(step)
-        if record is None or not self._change([record], why, token):
+        if record is None or not self._changes.make([record], why, token):
             self.ownership.check(token)
             return None
         return self._store.place(record.prefix)
@@ -221,7 +226,7 @@ class StoreRoot(Root):
         self, steps: Sequence[int], token: int, plan: str | None = None, *, failed: dict[int, str]
     ) -> list[int]:
         """See `Root.retire_steps`. Two lists for all, and a put for each."""
-        records = {each.save.step: each for each in self._records.known() if each.state == "published"}
+        records = {each.save.step: each for each in self._records.known() if each.is_published}
         read = readers(self._store)
         pinned = self.pinned_steps()  # after the readers: whoever pins a step reads it until it is pinned
         chosen = [records[step] for step in steps if step in records and step not in pinned]
@@ -235,73 +240,11 @@ class StoreRoot(Root):
 
     def _remove(self, records: list[Record], token: int | None, failed: dict[int, str] | None = None) -> list[int]:
         """Remove steps, and return their numbers; without those that another process has changed meanwhile."""
-        changed = self._change(records, "removed", token, failed)
+        changed = self._changes.make(records, "removed", token, failed)
         self._removed_here.update(record.save.name for record in changed)
         if token is not None and len(changed) + len(failed or {}) < len(records):
             self.ownership.check(token)  # else another process of this owner has changed it
         return [record.save.step for record in changed]
-
-    # A process may be stopped between its look at the token and a put, while a later owner claims the root and
-    # continues the very step whose record is replaced then. So the record tells the token first, and no object is
-    # deleted; then the token is looked at again, before the second put. Either that look finds the claim of the later
-    # owner; or that owner, who looks for such records after its claim, finds this one, publishes the step again, and
-    # the second put fails.
-
-    def _change(
-        self, records: list[Record], state: State, token: int | None, failed: dict[int, str] | None = None
-    ) -> list[Record]:
-        """Change the state of published steps, and return the new records, without those that were changed meanwhile.
-
-        What the store does not let change is entered in `failed` instead of raised, if that is given. FencedError, with
-        the steps as they were, if `token` is not the owner's.
-        """
-        begun: list[Record] = []
-        for each in records:
-            try:
-                changed = self._records.change(each, state, token)
-            except StorageError as error:
-                if failed is None:
-                    raise
-                failed[each.save.step] = str(error)
-            else:
-                begun += [] if changed is None else [changed]
-        if not begun or token is None:
-            return begun
-        try:
-            self.ownership.check(token)
-        except FencedError:
-            for each in begun:
-                self._change_back(each)
-            raise
-        return [changed for each in begun if (changed := self._records.change(each, state)) is not None]
-
-    def _change_back(self, record: Record) -> None:
-        """Publish a step again that an earlier owner has changed; supersede it if a later owner has left its branch.
-
-        Looks at the branch before and after: a later owner, that moves aside what it finds when it has published its
-        first step, may just publish that.
-        """
-        step, token = record.save.step, max(record.save.owner, record.by or 0)
-        if self._is_left(step, token):
-            self._records.change(record, "superseded")
-            return
-        published = self._records.change(record, "published")
-        if published is not None and self._records.keeps(record) and self._is_left(step, token):
-            self._records.change(published, "superseded")
-
-    def _is_left(self, step: int, token: int) -> bool:
-        """Return whether an owner after that with `token` has published steps of a branch without this step."""
-        for number, other in self._published().items():
-            if other.save.owner <= token:
-                continue
-            with contextlib.suppress(CheckpointError, DamagedFileError, OSError, AttributeError):
-                intent = decode_document(self._source(other).read(INTENT, MAX_DOCUMENT_BYTES), INTENT)
-                before = parse_save_name(str((intent.get("continues") or {}).get("save")))
-                if before is not None and before.owner <= token and before.step < step:
-                    return True
-            if number <= step:
-                return True
-        return False
 
     def pinned_steps(self) -> set[int]:
         """See `Root.pinned_steps`."""
@@ -432,12 +375,12 @@ class StoreRoot(Root):
         """See `Root.clean_records`. Also of an earlier owner: what this decides and deletes can never be published."""
         saves = self._saves()  # before the records: one that is decided meanwhile has its record then
         records = {record.save.name: record for record in self._records.all()}
-        self._undo([each for each in records.values() if each.by is not None])
+        self._changes.undo([each for each in records.values() if each.by is not None])
         self._abandon_late([save for save in saves if save.name not in records])
         left = {f"saves/{save.name}" for save in saves} | self._copied_there(records.values())
         absent = [each for each in records.values() if each.prefix not in left]
         for each in absent:
-            if each.state == "published":
+            if each.is_published:
                 self._records.keeps(each)  # its process came late, and ended before it could withdraw the record
         gone = [each for each in absent if each.is_gone]
         before = self._store.now() - _KEEP_RECORDS_S if gone else 0.0
@@ -445,13 +388,6 @@ class StoreRoot(Root):
             self._records.forget(old)
         with contextlib.suppress(StorageError):
             remove_stale_readers(self._store)
-
-    def _undo(self, begun: list[Record]) -> None:
-        """Undo changes that earlier owners have begun."""
-        owner = self.ownership.owner() if begun else 0
-        for each in begun:
-            if each.by is not None and each.by < owner:
-                self._change_back(each)
 
     def _abandon_late(self, undecided: list[SaveId]) -> None:
         """Abandon what late writers of earlier owners have put of saves that never began: those without an intent."""

@@ -12,7 +12,7 @@ from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, encode_d
 from ckpt.storage.interface import NO_LINEAGE, Pending, Root
 from ckpt.storage.names import SaveId, pack_file, part_name, part_rank, parts_directory
 from ckpt.storage.node_lock import NodeLock
-from ckpt.storage.outcomes import Abandoned, Published, Reason, SaveOutcome
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason, SaveOutcome
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.records import Record, Records
 from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent
@@ -108,7 +108,7 @@ class StoreSave(Pending):
         for record in records:
             if record.save == self.save:
                 return StorageError(f"save {self.save.name} was abandoned before it began")
-            if record.state == "published" and record.save.step == self.save.step not in superseded:
+            if record.is_published and record.save.step == self.save.step not in superseded:
                 return self.already_published()
         return None
 
@@ -204,8 +204,10 @@ class StoreSave(Pending):
         records = self._records.all()
         for record in records:
             if record.save == self.save:
+                if record.outcome == Published():
+                    self.confirm()  # another process has published it
                 return record.outcome
-        if any(record.save.step == self.save.step and record.state == "published" for record in records):
+        if any(record.save.step == self.save.step and record.is_published for record in records):
             raise self.already_published()
         outcome = self._decide(Record.published(self.save))
         if outcome == Published() and not self._records.keeps(Record.published(self.save)):
@@ -215,7 +217,14 @@ class StoreSave(Pending):
         return outcome
 
     def confirm(self) -> None:
-        """See `Pending.confirm`: a record that can be read is durable."""
+        """See `Pending.confirm`."""
+        try:
+            self._records.sync_outcome(self.save)
+        except StorageError as error:
+            raise NotDurableError(
+                f"step {self.save.step} is published, but {error}: it may not survive a loss of power",
+                step=self.save.step,
+            ) from error
 
     def abandon(self, reason: Reason) -> Published | Abandoned:
         """See `Pending.abandon`."""

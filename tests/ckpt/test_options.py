@@ -156,9 +156,10 @@ def test_credentials_in_a_dict_for_a_mirror_are_not_shown(tmp_path: Path) -> Non
 
 def test_credentials_are_in_no_text_of_a_part(tmp_path: Path) -> None:
     """Programs that show the variables of a traceback print all of them."""
-    secret = {"secret_access_key": "hunter2"}
-    mirror = ckpt.Mirror(tmp_path / "mirror", storage_options=secret)
-    with ckpt.Checkpointer(tmp_path / "root", mirror=mirror, storage_options=secret) as checkpointer:
+    secret = {"password": "hunter2"}
+    mirror = ckpt.Mirror("sftp://host/mirror", storage_options=secret)
+    pytest.importorskip("paramiko", reason="needs paramiko")
+    with ckpt.Checkpointer("sftp://host/root", mirror=mirror, storage_options=secret) as checkpointer:
         assert "hunter2" not in repr(checkpointer._parts)
         assert "storage_options" not in repr(mirror)
 
@@ -169,6 +170,27 @@ def test_what_is_invalid_is_an_error_that_says_what_is_expected(case: str) -> No
     pattern = ".*".join(map(re.escape, says.split(".*")))
     with pytest.raises(kind, match=pattern):
         make()
+
+
+@pytest.mark.parametrize("scheme", ["", "file://", "directory://"])
+def test_options_of_a_store_are_refused_for_a_directory(tmp_path: Path, scheme: str) -> None:
+    """They would do nothing: the URL of the store is missing, or they are left from another root."""
+    place, options = f"{scheme}{tmp_path}/root", {"endpoint": "http://host:9000", "secret_access_key": "hunter2"}
+    for use in (
+        lambda: ckpt.Checkpointer(place, storage_options=options),
+        lambda: ckpt.Checkpointer(tmp_path / "other", mirror=ckpt.Mirror(place, storage_options=options)),
+        lambda: ckpt.load(place, storage_options=options),
+        lambda: ckpt.open(place, storage_options=options),
+        lambda: ckpt.wait_until_written(place, 1, storage_options=options),
+    ):
+        with pytest.raises(
+            ValueError, match=r"has none: leave out endpoint, secret_access_key, or give the URL"
+        ) as raised:
+            use()
+        assert "hunter2" not in str(raised.value)
+        assert str(tmp_path) in str(raised.value)
+    ckpt.Checkpointer(place, storage_options={}).close()
+    ckpt.Checkpointer(place, storage_options=None).close()
 
 
 def test_storage_options_are_in_no_error() -> None:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 
 from ckpt.errors import StorageError
 from ckpt.storage.directories import make_with_parents, server_time
-from ckpt.storage.files import is_directory, storage_errors
+from ckpt.storage.files import fsync_open, is_directory, storage_errors
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError, open_regular
 from ckpt.storage.stores.interface import About, Store, is_key
 
@@ -62,6 +62,7 @@ class DirectoryStore(Store):
                     os.stat(temporary, dir_fd=scratch)  # else it took so long that the file was removed
                     continue  # the folder was empty, and was removed just now
                 except FileExistsError:  # perhaps by this call, which a network file system has repeated
+                    fsync_open(folder)  # or just now by a process that has not synced it yet
                     found = self.read(key, 0, len(data) + 1)
                     return self.about(key) if found is not None and bytes(found) == data else None
                 except OSError as error:
@@ -71,7 +72,7 @@ class DirectoryStore(Store):
                         f"{self.url}: the file system has no hard links, so two jobs could both publish a step; use "
                         "another one"
                     ) from error
-                os.fsync(folder)
+                fsync_open(folder)
                 return _about(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
         raise self._busy("create", key)
 
@@ -84,7 +85,7 @@ class DirectoryStore(Store):
                 except FileNotFoundError:
                     os.stat(temporary, dir_fd=scratch)  # else it took so long that the file was removed
                     continue
-                os.fsync(folder)
+                fsync_open(folder)
                 return
         raise self._busy("write", key)
 
@@ -140,7 +141,7 @@ class DirectoryStore(Store):
                             self._check(key)
                             with contextlib.suppress(FileNotFoundError):
                                 os.unlink(key.rpartition("/")[2], dir_fd=folder)
-                    os.fsync(folder)
+                    fsync_open(folder)
                 finally:
                     os.close(folder)
                 self._prune(_parts(prefix))
@@ -148,6 +149,18 @@ class DirectoryStore(Store):
             self._swept = time.monotonic()
             with contextlib.suppress(StorageError):  # the keys are deleted
                 self.sweep()
+
+    def sync(self, key: str) -> None:
+        """See `Store.sync`: a name is there before its folder is synced."""
+        *names, _ = key.split("/")
+        with self._errors("sync", key):
+            for depth in range(len(names), -1, -1):
+                folder = self._open(names[:depth])
+                if folder is not None:
+                    try:
+                        fsync_open(folder)
+                    finally:
+                        os.close(folder)
 
     def now(self) -> float:
         """See `Store.now`."""
@@ -184,9 +197,9 @@ class DirectoryStore(Store):
         for name in names:
             try:
                 if make:
-                    with contextlib.suppress(FileExistsError):
+                    with contextlib.suppress(FileExistsError):  # made by a process that may not have synced it yet
                         os.mkdir(name, dir_fd=fd)
-                        os.fsync(fd)
+                    fsync_open(fd)
                 inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
             except FileNotFoundError:
                 return None

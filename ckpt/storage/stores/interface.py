@@ -101,6 +101,12 @@ class Store(ABC):
         StorageError if the store failed: by another clock, processes of other hosts would seem to be dead.
         """
 
+    def sync(self, key: str) -> None:  # noqa: B027 - no store must have it
+        """Make an object durable that was found, and that another process may be about to put.
+
+        Nothing is to be done where an object that can be found is durable.
+        """
+
     def get(self, key: str, max_bytes: int) -> bytes | None:
         """Return the content of an object; None if it does not exist. ValueError if it has more bytes."""
         found = self.read(key, 0, max_bytes + 1)

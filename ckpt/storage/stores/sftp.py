@@ -313,6 +313,13 @@ class SftpStore(Store):
                 banner_timeout=_CONNECT_S,
                 auth_timeout=_CONNECT_S,
             )
+        except paramiko.AuthenticationException as error:
+            transport = client.get_transport()
+            is_lost = transport is None or not transport.is_active() or str(error).startswith("Authentication timeout")
+            client.close()
+            if is_lost:  # paramiko has one error for that, and for a key that the server refuses
+                raise paramiko.SSHException(f"{error} (while the server checked the user)") from error
+            raise
         except BaseException:
             client.close()  # else its thread keeps the connection, and servers admit few that are not authenticated
             raise

@@ -1,5 +1,7 @@
 """Guarantees of every root, in a directory and in every kind of store: one suite for all."""
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from ckpt.storage.documents import encode_document
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.outcomes import Abandoned, Published, Reason
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.records import Records
 from ckpt.storage.roots import open_root
@@ -108,6 +110,33 @@ def test_the_life_of_a_save(root: Root, token: int) -> None:
     assert (root.owner_of(7), root.save_of(7)) == (token, pending.save.name)
     assert root.source_of(7).read("state.json", 100) == b"{}"
     assert abs(root.published_s(7) - time.time()) < 100
+
+
+@pytest.mark.parametrize("scheme", ["", "directory://"])
+def test_a_rank_that_finds_a_published_step_makes_it_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """The process that has published it may not have synced the directory yet, and with the power the step is gone."""
+    root = open_root(f"{scheme}{tmp_path}/root")
+    root.make()
+    pending = _save(root, root.ownership.claim(0), 7)
+    pending.write_documents({"zarr.json": b"{}", "state.json": b"{}"})
+    assert pending.publish() == Published()
+    found = open_root(f"{scheme}{tmp_path}/root").pending_save(pending.save)
+    place = f"{tmp_path}/root/records/{pending.save.name}" if scheme else f"{tmp_path}/root"
+    for confirm in (found.confirm, found.publish):
+        synced: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda fd, synced=synced: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+            confirm()
+        assert place in synced
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(NotDurableError, match=r"step 7 is published, but .* may not survive"):
+        found.confirm()
 
 
 def test_an_abandoned_save_can_never_be_published(root: Root, token: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.errors import CheckpointError, FencedError
+from ckpt.errors import CheckpointError, FencedError, StorageError
 from ckpt.saving.publish import publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.storage.documents import encode_document
@@ -302,3 +302,92 @@ def test_a_process_that_ends_while_it_forgets_a_step_leaves_it_removed(number: i
     with contextlib.suppress(_EndedError):
         root._records.forget([record.save])
     assert [each.state for each in root._records.all()] == ["removed"]
+
+
+class _Failing(MemoryStore):
+    """A store that fails at the creation of a record, once: before it, or when it is done and the answer is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: int | None = None  # records to be created before
+        self.error: BaseException = _EndedError()
+        self.answers = False
+
+    def create(self, key: str, data: bytes) -> About | None:
+        fails = False
+        if self.left is not None and key.startswith("records/"):
+            fails, self.left = self.left == 0, self.left - 1
+        if fails and not self.answers:
+            raise self.error
+        about = super().create(key, data)
+        if fails:
+            raise self.error
+        return about
+
+
+def _changes(root: StoreRoot, token: int, change: str) -> dict[int, str]:
+    """Remove step 1, or move it aside; return what has failed, if that is no error."""
+    failed: dict[int, str] = {}
+    match change:
+        case "remove":
+            root.remove_step(1, token)
+        case "retire":
+            assert root.steps() == [1, 2, 3]
+            assert set(root.retire_steps([1, 2], token, failed=failed)) | set(failed) == {1, 2}
+        case _:
+            root.move_aside(1, token, "superseded")
+    return failed
+
+
+@pytest.mark.parametrize("change", ["remove", "retire", "move aside"])
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("number", range(4))
+def test_a_step_is_published_until_its_change_is_complete(number: int, answers: bool, ends: bool, change: str) -> None:
+    """Whichever record is not created: every step is listed, and whole, or all of its change is there."""
+    store = _Failing()
+    root = StoreRoot(store)
+    token = root.ownership.claim(0)
+    for step in (1, 2, 3):
+        assert _save(root, token, step, step, None) == Published()
+    store.left, store.answers = number, answers
+    store.error = _EndedError() if ends else StorageError("the store fails")
+    failed: dict[int, str] = {}
+    with contextlib.suppress(_EndedError, StorageError):
+        failed = _changes(root, token, change)
+    store.left = None
+    assert ends or change != "retire" or len(failed) == 1, "one fails, and the other is removed"
+
+    reader = StoreRoot(store)
+    changed = {record.save.step for record in reader._records.all() if record.by is None and record.number}
+    assert set(reader.steps()) == {1, 2, 3} - changed == set(reader.listed_steps())
+    assert len(reader.moved_aside()) == (len(changed) if change == "move aside" else 0)
+    for step in reader.steps():
+        with reader.hold_step(step, lease=False) as held:
+            held.check()
+        assert {"intent.json", "zarr.json", "state.json", INDEX} <= reader.source_of(step).scan()[0].keys()
+
+    if change == "retire":
+        assert all(root.retire_step(step, token) for step in (1, 2))
+    else:
+        _changes(root, token, change)
+    assert root.steps() == StoreRoot(store).steps() == ([3] if change == "retire" else [2, 3]), (
+        "the owner does it again"
+    )
+
+
+def test_a_later_owner_publishes_a_step_that_is_changed_in_part() -> None:
+    store = _Failing()
+    roots = [StoreRoot(store) for _ in range(2)]
+    token = roots[0].ownership.claim(0)
+    assert _save(roots[0], token, 1, 1, None) == Published()
+    store.left = 1
+    with pytest.raises(_EndedError):
+        roots[0].remove_step(1, token)
+    later = roots[1].ownership.claim(token)
+    take_over(roots[1], later, Branch(1, roots[1].save_of(1)), 0.0, lambda text: None)
+    (record,) = roots[1]._records.all()
+    assert (record.state, record.by, roots[1].steps()) == ("published", None, [1])
+    with pytest.raises(FencedError):
+        roots[0].remove_step(1, token)
+    assert roots[1].steps() == [1]

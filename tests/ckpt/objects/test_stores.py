@@ -1,9 +1,12 @@
 """Guarantees of every store: one suite for all backends. A new one is a parameter here and in `test_conformance`."""
 
+import errno
 import os
+import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import torch
 
 import ckpt
 from ckpt.errors import StorageError
-from ckpt.storage import stores
+from ckpt.storage import files, stores
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.stores import sftp
 from ckpt.storage.stores.directory import DirectoryStore
@@ -274,6 +277,37 @@ def test_a_refused_connection_is_not_tried_again(sftp_server: SftpServer, tmp_pa
     assert not any(each.is_alive() for each in left), left
 
 
+@pytest.mark.parametrize("fault", ["the connection ends", "no answer comes"])
+def test_a_connection_that_is_lost_while_the_user_is_checked_is_made_again(
+    sftp_server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """paramiko raises what it raises for a key that is refused."""
+    from paramiko.auth_handler import AuthHandler
+
+    wait, calls = AuthHandler.wait_for_response, []
+
+    def interrupted(handler: Any, event: threading.Event) -> Any:
+        calls.append(handler)
+        if len(calls) > 1:
+            return wait(handler, event)
+        if fault == "the connection ends":
+            event.wait(20)  # for the answer, which is not looked at
+            handler.authenticated = False
+            handler.transport.sock.shutdown(socket.SHUT_RDWR)
+            handler.transport.join(20)
+            return wait(handler, event)
+        event.wait(20)
+        event.clear()
+        handler.transport.auth_timeout = 0.5
+        return wait(handler, event)
+
+    monkeypatch.setattr(AuthHandler, "wait_for_response", interrupted)
+    store = sftp.open_sftp(sftp_server.url(tmp_path / "store"), StorageOptions.of(sftp_server.options, 60.0))
+    store.put("a", b"x")
+    assert len(calls) == 2
+    assert store.get("a", 100) == b"x"
+
+
 @pytest.mark.parametrize("has_channel", [True, False])
 def test_a_server_that_is_stopped(
     sftp_server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_channel: bool
@@ -409,6 +443,62 @@ def test_a_directory_without_permission(tmp_path: Path) -> None:
         assert _keys(store) == ["a/b"]
     finally:
         (tmp_path / "a").chmod(0o700)
+
+
+def _hook_syncs(monkeypatch: pytest.MonkeyPatch, sync: Callable[[str], None]) -> None:
+    """Have `sync` called with the path before each sync. No power is lost here, so nothing is synced."""
+    monkeypatch.setattr(os, "fsync", lambda fd: sync(os.readlink(f"/proc/self/fd/{fd}")))
+
+
+def test_what_another_process_has_just_made_is_durable_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That process has not synced it yet: a loss of power takes it away, and not what was done because of it."""
+    store = DirectoryStore(str(tmp_path))
+    synced: list[str] = []
+    _hook_syncs(monkeypatch, synced.append)
+    (tmp_path / "records/s").mkdir(parents=True)
+    (tmp_path / "records/s/000.json").write_bytes(b"theirs")
+    folders = [f"{tmp_path}", f"{tmp_path}/records", f"{tmp_path}/records/s"]
+    assert store.create("records/s/000.json", b"mine") is None
+    assert set(folders) <= set(synced)
+    synced.clear()
+    store.sync("records/s/000.json")
+    assert sorted(synced) == folders
+    synced.clear()
+    assert files.create_exclusive(f"{tmp_path}/records/s/000.json", b"mine") is False
+    assert folders[-1] in synced
+
+
+def test_a_file_system_that_cannot_sync_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may refuse, and does it by itself. An error of another kind is one, and that of a file."""
+
+    def refuse_directories(path: str) -> None:
+        if Path(path).is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def refuse_files(path: str) -> None:
+        if not Path(path).is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def fail(path: str) -> None:
+        if Path(path).is_dir():
+            raise OSError(errno.EIO, "Input/output error")
+
+    store = DirectoryStore(str(tmp_path))
+    _hook_syncs(monkeypatch, refuse_directories)
+    assert store.create("a/b", b"x") is not None
+    assert store.create("a/b", b"y") is None
+    store.put("a/c", b"z")
+    store.sync("a/c")
+    store.delete(["a/b"])
+    files.write_durable(f"{tmp_path}/a/d", b"x")
+    assert _keys(store) == ["a/c", "a/d"]
+    for sync in (refuse_files, fail):
+        _hook_syncs(monkeypatch, sync)
+        for act in (lambda: store.put("a/c", b"y"), lambda: store.create("a/e", b"y")):
+            with pytest.raises(StorageError, match=r"check the file system|the device failed"):
+                act()
 
 
 def test_files_of_dead_processes_are_deleted_after_an_hour(tmp_path: Path) -> None:

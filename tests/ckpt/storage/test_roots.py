@@ -68,6 +68,49 @@ def test_a_step_in_a_bucket_is_no_root(below: str) -> None:
         ckpt.Checkpointer(f"{_URL}/saves/{_SAVE}{below}")
 
 
+@pytest.mark.parametrize("below", ["/step_00000002", "/step_00000003/inner", "/step_00000004"])
+def test_the_name_of_a_step_in_a_store_is_no_root(tmp_path: Path, below: str) -> None:
+    """It has no objects there, so a job would start from scratch, beside its steps."""
+    root = f"directory://{tmp_path}/root"
+    with ckpt.Checkpointer(root) as checkpointer:
+        checkpointer.save({"w": torch.ones(3)}, 2)
+    for arguments in ({"root": root + below}, {"root": tmp_path / "another", "mirror": root + below}):
+        with pytest.raises(ckpt.StorageError, match=rf"is a step, or inside of one.*; give {root}$"):
+            ckpt.Checkpointer(**arguments)  # type: ignore[arg-type]
+    assert inspect_ckpt(["ls", root + below]) == 2
+    elsewhere = f"directory://{tmp_path}/checkpoints{below}"
+    with ckpt.Checkpointer(elsewhere) as checkpointer:
+        checkpointer.save({"w": torch.ones(3)}, 1)
+    assert ckpt.load(elsewhere)["w"].tolist() == [1.0, 1.0, 1.0], "in no root it is a name as others"
+
+
+@pytest.mark.parametrize("scheme", ["", "directory://"])
+def test_a_step_is_read_by_the_name_of_its_root_and_its_own(
+    tmp_path: Path, scheme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = f"{scheme}{tmp_path}/root"
+    with ckpt.Checkpointer(root) as checkpointer:
+        for step in (2, 3):
+            checkpointer.save({"w": torch.full((3,), float(step))}, step)
+    step_2 = f"{root}/step_00000002"
+    assert ckpt.load(step_2)["w"].tolist() == [2.0, 2.0, 2.0]
+    with ckpt.open(step_2) as checkpoint:
+        assert checkpoint.step == 2
+    for command in ("show", "validate"):
+        assert inspect_ckpt([command, step_2]) == 0
+        assert "step 2" in capsys.readouterr().out or command == "validate"
+    with pytest.raises(ckpt.CheckpointNotFoundError, match="step"):
+        ckpt.load(f"{root}/step_00000009")
+
+
+def test_a_step_in_a_directory_is_no_root_of_a_store(outer: Path) -> None:
+    """Objects of a store in it would damage it."""
+    for below in ("step_00000003", "step_00000003/inner", "step_00000004"):
+        with pytest.raises(ckpt.StorageError, match=rf"(is a step, not|is inside the step) .*{outer}"):
+            ckpt.Checkpointer(f"directory://{outer}/{below}")
+    assert assert_whole(outer) == [2, 3]
+
+
 @pytest.mark.parametrize(
     "url", ["sftp://me:hun/t:%er2@host/run7", "sftp://me:hunter2@host:2222", "s3://id:hunter2@b/run7"]
 )
