@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -50,6 +50,7 @@ from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.repetition import FaultBounds, FaultHistory, FaultLimits
 from inprocess.settings import Settings
 from inprocess.state import Mode, State
+from inprocess.torn_locks import HeldLock
 from inprocess.unblock.process_groups import discard_process_groups
 
 __all__ = ["ITERATION_CODE", "RestartProtocol", "Services"]
@@ -65,6 +66,7 @@ class Services(Protocol):
     progress_watchdog: ProgressWatchdog
     atomic_lock: AtomicLock
     thrower: MainThreadThrower
+    held_locks: Sequence[HeldLock]
 
     def wake_main_thread(self) -> None: ...
     def iteration_store(self, iteration: int) -> Any: ...
@@ -112,7 +114,7 @@ class RestartProtocol:
         self._agreement: Agreement | None = None
         self._result: Any = None
         self._clock = RestartClock()
-        self._leftovers = Leftovers(services.thrower)
+        self._leftovers = Leftovers(services.thrower, services.held_locks)
         self._threads_left: list[str] = []
 
     def __str__(self) -> str:
