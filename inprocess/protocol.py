@@ -47,7 +47,7 @@ from inprocess.monitor_thread import MonitorThread
 from inprocess.phases import Phase
 from inprocess.process_state import handler_errors_logged, reset_libraries
 from inprocess.progress_watchdog import ProgressWatchdog
-from inprocess.repetition import FaultBounds, FaultHistory, FaultLimits
+from inprocess.repetition import SECONDS, FaultBounds, FaultHistory, FaultLimits
 from inprocess.settings import Settings
 from inprocess.state import Mode, State
 from inprocess.torn_locks import HeldLock
@@ -111,6 +111,7 @@ class RestartProtocol:
         self._records: tuple[InterruptionRecord, ...] = () if place is None else place.interruptions
         limits = (settings.max_same_faults, settings.max_faults_per_hour, settings.max_backoff.total_seconds())
         self._faults = FaultBounds(FaultLimits(*limits), FaultHistory() if place is None else place.faults)
+        self._roster_s = time.monotonic()  # when the last one was read
         self._agreement: Agreement | None = None
         self._result: Any = None
         self._clock = RestartClock()
@@ -348,14 +349,17 @@ class RestartProtocol:
 
     def _wait_for_all(self) -> Roster:
         assert self._agreement is not None
-        self._agreement.report_progress(self._services.progress())
+        took_s = int(time.monotonic() - self._roster_s)
+        self._agreement.report_progress({**self._services.progress(), SECONDS: took_s})
         self._agreement.arrive_at_end(self._initial_rank)
-        return self._agreement.wait_roster(
+        roster = self._agreement.wait_roster(
             self._initial_rank,
             self._settings.barrier_timeout.total_seconds(),
             self._settings.progress_watchdog_interval.total_seconds(),
             self._absent("barrier_timeout", _MOST_BARRIER_TIMEOUTS).look,
         )
+        self._roster_s = time.monotonic()
+        return roster
 
     def _end_if_repeated(self) -> None:
         """End the job, if its faults came back too often by the roster: on all ranks, newcomers included."""
