@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -69,6 +70,7 @@ class Services(Protocol):
     held_locks: Sequence[HeldLock]
 
     def wake_main_thread(self) -> None: ...
+    def stopped_clocks(self) -> AbstractContextManager[None]: ...
     def iteration_store(self, iteration: int) -> Any: ...
     def agreement(self, iteration: int, world_size: int | None) -> Agreement: ...
     def forget_iteration(self, iteration: int) -> None: ...
@@ -278,7 +280,8 @@ class RestartProtocol:
         assert self._agreement is not None
         settings = self._settings
         self._enter(Phase.INITIALIZE)
-        self._faults.back_off()
+        with self._services.stopped_clocks():
+            self._faults.back_off()
         self._services.open_group_store()
         self._hooks.initialize(self.state.freeze())
         self._hooks.health_check(self.state.freeze())

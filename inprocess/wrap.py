@@ -326,6 +326,10 @@ class CallWrapper(Uncopied):
         """Close the store for process groups: the iteration is over."""
         self._group_store.close()
 
+    def stopped_clocks(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the clocks of sections stop, as this process waits by itself."""
+        return self._sections.stopped()
+
     def wake_main_thread(self) -> None:
         """Try to bring a blocked main thread back to bytecode; to be repeated until it is there."""
         self._sections.interrupt()
