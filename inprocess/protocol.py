@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -67,7 +67,7 @@ class Services(Protocol):
     progress_watchdog: ProgressWatchdog
     atomic_lock: AtomicLock
     thrower: MainThreadThrower
-    held_locks: Sequence[HeldLock]
+    held_locks: list[HeldLock]
 
     def wake_main_thread(self) -> None: ...
     def stopped_clocks(self) -> AbstractContextManager[None]: ...
