@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -39,7 +38,7 @@ from inprocess.coordination.namespace import PrefixView, RestartIndex
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreTimeoutError
 from inprocess.ipc.suspension import Silence
 from inprocess.reasons import format_reason, parse_reason
-from inprocess.repetition import PINGS, STEP, FaultHistory, fault_names
+from inprocess.repetition import PINGS, SECONDS, STEP, FaultHistory, fault_names
 from inprocess.reports import Reports
 from inprocess.roster import Roster
 
@@ -311,9 +310,10 @@ class Agreement(Reports):
         if store.check([key]):
             with contextlib.suppress(StoreTimeoutError):  # deleted just now: the others have written the roster
                 before = Roster.from_text(store.get_within(key, timedelta(0))).faults
+        seconds = self._progress(SECONDS)
         if not has_fault:
-            return before
-        return before.after(fault_names(self.find_reason()), progress, time.time())
+            return before.after_joining(seconds)
+        return before.after(fault_names(self.find_reason()), progress, seconds)
 
     def _initial_ranks(self, terminated: set[int]) -> list[int]:
         """Return the initial ranks of all others, which have published them, by dense rank."""

@@ -46,7 +46,7 @@ class Position:
         try:
             values = json.loads(text)
             return cls(int(values["rank"]), bool(values["waits"]), str(values["function"]), str(values["line"]))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the text of a position: {text[:200]!r}") from error
 
 

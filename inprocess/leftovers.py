@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from inprocess.exception import is_restart
 from inprocess.main_thread.thrower import MainThreadThrower, discard_imports, failed_imports
 from inprocess.modes import Modes
 from inprocess.old_threads import OldThreads
 from inprocess.process_state import release_frames
-from inprocess.torn_locks import TornLock, release_logging_locks, release_torn_locks, used_locks
+from inprocess.torn_locks import HeldLock, TornLock, release_logging_locks, release_torn_locks, used_locks
 
 __all__ = ["Leftovers"]
 
@@ -19,11 +20,13 @@ _log = logging.getLogger(__name__)
 class Leftovers:
     """Frames, locks, imports by halves, modes of libraries, and threads. Main thread.
 
-    `begin` when an iteration begins, `make_good` when it was interrupted, `close` after the last one.
+    `begin` when an iteration begins, `make_good` when it was interrupted, `close` after the last one. Locks that were
+    `held` before the function was called stay so.
     """
 
-    def __init__(self, thrower: MainThreadThrower) -> None:
+    def __init__(self, thrower: MainThreadThrower, held: Sequence[HeldLock]) -> None:
         self._thrower = thrower
+        self._held = held
         self._modes = Modes()
         self._threads = OldThreads()
 
@@ -59,9 +62,9 @@ class Leftovers:
         self._threads.close()
 
     def _release_locks(self, locks: list[TornLock], where: str) -> None:
-        if count := release_logging_locks():
+        if count := release_logging_locks(self._held):
             _log.warning("%s: the interrupted function held %d locks of logging; they are released", where, count)
-        if owners := release_torn_locks(locks):
+        if owners := release_torn_locks(locks, self._held):
             _log.warning("%s: the interrupted function held locks; they are released: %s", where, ", ".join(owners))
 
     def _discard_imports(self, failed: list[str], where: str) -> None:

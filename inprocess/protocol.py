@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -47,9 +48,10 @@ from inprocess.monitor_thread import MonitorThread
 from inprocess.phases import Phase
 from inprocess.process_state import handler_errors_logged, reset_libraries
 from inprocess.progress_watchdog import ProgressWatchdog
-from inprocess.repetition import FaultBounds, FaultHistory, FaultLimits
+from inprocess.repetition import SECONDS, FaultBounds, FaultHistory, FaultLimits
 from inprocess.settings import Settings
 from inprocess.state import Mode, State
+from inprocess.torn_locks import HeldLock
 from inprocess.unblock.process_groups import discard_process_groups
 
 __all__ = ["ITERATION_CODE", "RestartProtocol", "Services"]
@@ -65,8 +67,10 @@ class Services(Protocol):
     progress_watchdog: ProgressWatchdog
     atomic_lock: AtomicLock
     thrower: MainThreadThrower
+    held_locks: list[HeldLock]
 
     def wake_main_thread(self) -> None: ...
+    def stopped_clocks(self) -> AbstractContextManager[None]: ...
     def iteration_store(self, iteration: int) -> Any: ...
     def agreement(self, iteration: int, world_size: int | None) -> Agreement: ...
     def forget_iteration(self, iteration: int) -> None: ...
@@ -109,10 +113,11 @@ class RestartProtocol:
         self._records: tuple[InterruptionRecord, ...] = () if place is None else place.interruptions
         limits = (settings.max_same_faults, settings.max_faults_per_hour, settings.max_backoff.total_seconds())
         self._faults = FaultBounds(FaultLimits(*limits), FaultHistory() if place is None else place.faults)
+        self._roster_s = time.monotonic()  # when the last one was read
         self._agreement: Agreement | None = None
         self._result: Any = None
         self._clock = RestartClock()
-        self._leftovers = Leftovers(services.thrower)
+        self._leftovers = Leftovers(services.thrower, services.held_locks)
         self._threads_left: list[str] = []
 
     def __str__(self) -> str:
@@ -275,7 +280,8 @@ class RestartProtocol:
         assert self._agreement is not None
         settings = self._settings
         self._enter(Phase.INITIALIZE)
-        self._faults.back_off()
+        with self._services.stopped_clocks():
+            self._faults.back_off()
         self._services.open_group_store()
         self._hooks.initialize(self.state.freeze())
         self._hooks.health_check(self.state.freeze())
@@ -346,14 +352,17 @@ class RestartProtocol:
 
     def _wait_for_all(self) -> Roster:
         assert self._agreement is not None
-        self._agreement.report_progress(self._services.progress())
+        took_s = int(time.monotonic() - self._roster_s)
+        self._agreement.report_progress({**self._services.progress(), SECONDS: took_s})
         self._agreement.arrive_at_end(self._initial_rank)
-        return self._agreement.wait_roster(
+        roster = self._agreement.wait_roster(
             self._initial_rank,
             self._settings.barrier_timeout.total_seconds(),
             self._settings.progress_watchdog_interval.total_seconds(),
             self._absent("barrier_timeout", _MOST_BARRIER_TIMEOUTS).look,
         )
+        self._roster_s = time.monotonic()
+        return roster
 
     def _end_if_repeated(self) -> None:
         """End the job, if its faults came back too often by the roster: on all ranks, newcomers included."""

@@ -7,11 +7,14 @@ A replacement reads the same roster. No rank decides by what only its own proces
 
 The same fault is one of the same type at the same place in the code, on whichever rank: messages contain numbers and
 addresses that differ. Faults that cost a rank (deaths, lost nodes) end by themselves when no rank is left; they count
-for the delay and for the limit per hour only.
+for the limit per hour, and delay no restart by themselves. Nor does a restart that takes in processes.
 
 *Progress* makes the history empty: a larger step than ever before, restored or published by a checkpointer or reported
 by the function, or more pings in one iteration than ever before. Without any step known, an iteration that ran for an
 hour has made progress as well: a function that does not say how far it is must not end for faults that are days apart.
+
+The clocks of hosts may differ, so no time of day is in the history, but how long each fault is past. Each rank measures
+the time since the last roster by its own clock, and the largest one counts.
 """
 
 from __future__ import annotations
@@ -19,21 +22,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inprocess.attribution import Interruption, InterruptionRecord, format_interruptions, without_consequences
 from inprocess.exception import RepeatedFault
 from inprocess.waiting import wait_until_set
 
-__all__ = ["PINGS", "STEP", "FaultBounds", "FaultHistory", "FaultLimits", "fault_names"]
+__all__ = ["PINGS", "SECONDS", "STEP", "FaultBounds", "FaultHistory", "FaultLimits", "fault_names"]
 
 _log = logging.getLogger(__name__)
 STEP = "step"
 PINGS = "pings"
+SECONDS = "seconds"
+"""The kind of report that tells how long an iteration took, on the clock of the rank that reports it."""
 _HOUR_S = 3600.0
 _MOST_NAMES = 64
-_MOST_TIMES = 1000
+_MOST_AGES = 1000
 _REPEATABLE = (Interruption.EXCEPTION, Interruption.SOFT_TIMEOUT)
 
 
@@ -42,41 +47,46 @@ class FaultHistory:
     """The faults of a job since its last progress.
 
     `counts` is how many iterations each fault has interrupted, by its name (see `fault_names`); `latest` are the names
-    of the last iteration. `times` are those of all interrupted iterations of the last hour, in seconds since the epoch.
-    `progress` is the largest number of each kind that was ever reported.
+    of the last iteration. `ages` are those of the interruptions of the last hour, in seconds at the end of the last
+    iteration, the oldest first. `progress` is the largest number of each kind that was ever reported.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
     latest: tuple[str, ...] = ()
-    times: tuple[float, ...] = ()
+    ages: tuple[float, ...] = ()
     progress: Mapping[str, int] = field(default_factory=dict)
 
-    def after(self, names: Sequence[str], progress: Mapping[str, int], now: float) -> FaultHistory:
-        """Return the history after one more iteration was interrupted, by these faults, at the time `now`."""
+    def after(self, names: Sequence[str], progress: Mapping[str, int], seconds: float) -> FaultHistory:
+        """Return the history after one more iteration was interrupted, by these faults, and took so long."""
         largest = {kind: max(self.progress.get(kind, 0), progress.get(kind, 0)) for kind in {*self.progress, *progress}}
         has_progress = any(value > self.progress.get(kind, 0) for kind, value in largest.items())
-        if not largest.get(STEP) and self.times and now - self.times[-1] > _HOUR_S:
+        aged = self.after_joining(seconds).ages
+        if not largest.get(STEP) and aged and aged[-1] > _HOUR_S:
             has_progress = True
         before = FaultHistory() if has_progress else self
         counts = {name: before.counts.get(name, 0) + 1 for name in names}
         earlier = {name: count for name, count in before.counts.items() if name not in counts}
         kept = list({**earlier, **counts}.items())[-_MOST_NAMES:]
-        times = [at for at in before.times if now - at <= _HOUR_S][-_MOST_TIMES:]
-        return FaultHistory(dict(kept), tuple(names), (*times, now), largest)
+        ages = [] if has_progress else [age for age in aged if age <= _HOUR_S][-_MOST_AGES:]
+        return FaultHistory(dict(kept), tuple(names), (*ages, 0.0), largest)
+
+    def after_joining(self, seconds: float) -> FaultHistory:
+        """Return the history after an iteration that took so long, and ended in order to take in processes."""
+        return replace(self, latest=(), ages=tuple(age + seconds for age in self.ages))
 
     def to_json(self) -> dict[str, Any]:
         """Return the values as JSON knows them."""
         return {
             "counts": dict(self.counts),
             "latest": list(self.latest),
-            "times": [round(at, 3) for at in self.times],
+            "ages": list(self.ages),
             "progress": dict(self.progress),
         }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FaultHistory:
         """Read what `to_json` returned."""
-        return cls(dict(values["counts"]), tuple(values["latest"]), tuple(values["times"]), dict(values["progress"]))
+        return cls(dict(values["counts"]), tuple(values["latest"]), tuple(values["ages"]), dict(values["progress"]))
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class FaultLimits:
                 f"The limit is max_same_faults={self.max_same_faults} of inprocess.Wrapper, or --ft-max-same-faults of "
                 "ckpt_launcher"
             )
-        many = len(history.times)
+        many = len(history.ages)
         if self.max_faults_per_hour is not None and many > self.max_faults_per_hour:
             return (
                 f"faults have ended {many} iterations within an hour, without progress between them. "
@@ -107,8 +117,11 @@ class FaultLimits:
         return None
 
     def pause_s(self, history: FaultHistory) -> float:
-        """Return how long to wait before the next iteration: 0 after the first fault, then 1, 2, 4, ... seconds."""
-        faults = len(history.times)
+        """Return how long to wait before the next iteration: 0 after the first fault, then 1, 2, 4, ... seconds.
+
+        0 as well if the last iteration had no fault that may come back: a death, or processes that join.
+        """
+        faults = len(history.ages) if history.latest else 0
         return 0.0 if faults < 2 else min(2.0 ** min(faults - 2, 30), self.max_backoff_s)
 
 
@@ -154,7 +167,7 @@ class FaultBounds:
                 "waiting for %g s before the function runs again: %d faults within an hour, without progress between "
                 "them (at most max_backoff=%g s)",
                 self.pause_s,
-                len(self.history.times),
+                len(self.history.ages),
                 self._limits.max_backoff_s,
             )
             wait_until_set(threading.Event(), self.pause_s)

@@ -5,6 +5,7 @@ Reports are appended or overwritten, and more may follow; what follows from them
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from inprocess.reasons import parse_records
 
 __all__ = ["Reports", "heartbeat_key"]
 
+_log = logging.getLogger(__name__)
 _RECORDS = "records"
 _HAS_HANG = "has_hang"
 _POSITIONS, _WITH_POSITION = "positions", "with_position"
@@ -72,7 +74,13 @@ class Reports:
         return tuple(detailed.get(record, record) for record in records)
 
     def _positions(self) -> list[Position]:
-        return list(map(Position.from_str, self._lines_of(_POSITIONS)))
+        positions = []
+        for line in self._lines_of(_POSITIONS):
+            try:
+                positions.append(Position.from_str(line))
+            except ValueError as error:  # such as a line cut short; the hang itself is among the records
+                _log.warning("a report of where a rank is during a hang is left out: %s", error)
+        return positions
 
     def report_progress(self, progress: Mapping[str, int]) -> None:
         """Report how far this process has come, before it arrives at the end. The largest of each kind counts."""
@@ -97,7 +105,7 @@ class Reports:
         return self.store.get(key) if self.store.check([key]) else None
 
     def _lines_of(self, key: str) -> list[str]:
-        return (self._peek(key) or b"").decode().splitlines()
+        return (self._peek(key) or b"").decode(errors="replace").splitlines()
 
 
 def heartbeat_key(rank: int) -> str:

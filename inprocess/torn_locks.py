@@ -10,6 +10,9 @@ signals of the program raise exceptions anywhere. So after an iteration these lo
   `Condition`, `Event`, `Semaphore`, ...), which no thread holds longer than for a moment.
 
 A plain `Lock` does not know its owner, and another thread may hold it for long. One that was left locked stays so.
+
+Locks that the caller of the wrapped function holds around the call are not torn. So those that know their owner are
+looked for before the call, and are released only as often as the function has acquired them since.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -27,7 +32,7 @@ from typing import Any
 from inprocess.ipc.suspension import Silence
 from inprocess.process_state import causes_of
 
-__all__ = ["TornLock", "release_logging_locks", "release_torn_locks", "used_locks"]
+__all__ = ["HeldLock", "TornLock", "held_locks", "release_logging_locks", "release_torn_locks", "used_locks"]
 
 _RLOCK, _LOCK = type(threading.RLock()), type(threading.Lock())
 _INNER = {"mutex", "_lock", "_cond", "not_empty", "not_full", "all_tasks_done", "_rlock", "_wlock", "_notempty"}
@@ -44,14 +49,34 @@ class TornLock:
     lock: Any
 
 
-def release_logging_locks() -> int:
+@dataclass(frozen=True)
+class HeldLock:
+    """A lock that the calling thread held before the function was called, `count` times."""
+
+    lock: Any
+    count: int
+
+
+def held_locks() -> list[HeldLock]:
+    """Return the locks that the calling thread holds, of those that know their owner.
+
+    Takes some ten milliseconds: it looks at all objects of the garbage collector, except those that are frozen.
+    """
+    synchronize = sys.modules.get("multiprocessing.synchronize")
+    kinds = (_RLOCK,) if synchronize is None else (_RLOCK, synchronize.SemLock)
+    locks = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    return [HeldLock(lock, count) for lock in locks if (count := _own_count(lock))]
+
+
+def release_logging_locks(held: Sequence[HeldLock] = ()) -> int:
     """Release the locks of `logging` that the calling thread holds, and return how many they were.
 
-    Main thread, when no function of `logging` is on its stack: it was interrupted in one.
+    Those that are `held` by the caller stay so. Main thread, when no function of `logging` is on its stack: it was
+    interrupted in one.
     """
     handlers = [reference() for reference in list(logging._handlerList)]  # type: ignore[attr-defined]
     locks = [logging._lock, *(handler.lock for handler in handlers if handler is not None)]  # type: ignore[attr-defined]
-    return sum(_release_own(lock) for lock in locks if lock is not None)
+    return sum(_release_own(lock, held) for lock in locks if lock is not None)
 
 
 def used_locks(error: BaseException) -> list[TornLock]:
@@ -67,12 +92,13 @@ def used_locks(error: BaseException) -> list[TornLock]:
     return list(found.values())
 
 
-def release_torn_locks(locks: list[TornLock]) -> list[str]:
+def release_torn_locks(locks: list[TornLock], held: Sequence[HeldLock] = ()) -> list[str]:
     """Release those that the dead function holds; return the names of their owners. Main thread, outside of them.
 
-    A plain lock that is locked is waited for, at most 2 s: one that no other thread releases meanwhile is released.
+    Those that are `held` by the caller stay so. A plain lock that is locked is waited for, at most 2 s: one that no
+    other thread releases meanwhile is released.
     """
-    return [each.owner for each in locks if _release_own(each.lock) or _release_plain(each.lock)]
+    return [each.owner for each in locks if _release_own(each.lock, held) or _release_plain(each.lock)]
 
 
 def _objects_of(frame: FrameType) -> Iterator[Any]:
@@ -119,14 +145,22 @@ def _locks_of(value: Any, is_inner: bool = False) -> Iterator[TornLock]:
             yield from (TornLock(owner, lock.lock) for lock in _locks_of(inner, is_inner=True))
 
 
-def _release_own(lock: Any) -> int:
+def _own_count(lock: Any) -> int:
+    """Return how often the calling thread holds a lock; 0 for one that does not know its owner."""
+    if hasattr(lock, "_semlock"):
+        return int(lock._semlock._count()) if lock._semlock._is_mine() else 0
+    if not hasattr(lock, "_is_owned") or not lock._is_owned():
+        return 0
+    count = re.search(r"count=(\d+)", repr(lock))  # an RLock tells it in no other way in all versions of Python
+    return 1 if count is None else int(count[1])
+
+
+def _release_own(lock: Any, held: Sequence[HeldLock]) -> int:
     """Release a lock that knows its owner, if that is the calling thread; return how often."""
-    is_owned: Callable[[], bool] | None
-    is_owned = lock._semlock._is_mine if hasattr(lock, "_semlock") else getattr(lock, "_is_owned", None)
-    released = 0
-    while is_owned is not None and is_owned():
+    before = next((each.count for each in held if each.lock is lock), 0)
+    released = max(0, _own_count(lock) - before)
+    for _ in range(released):
         lock.release()
-        released += 1
     return released
 
 

@@ -43,6 +43,7 @@ from inprocess.sections.making import SectionSettings
 from inprocess.settings import Hook, Settings, require_main_thread, require_no_process_group
 from inprocess.state import State
 from inprocess.store import PrefixStore, TCPStore
+from inprocess.torn_locks import held_locks
 from inprocess.unblock.gloo_waits import watch_gloo_waits
 from inprocess.unblock.stores import interruptible_store_connections
 
@@ -163,6 +164,7 @@ class CallWrapper(Uncopied):
         enter = self._cleanup.enter_context
         enter(DeferredLog())
         warn_if_process_one()
+        self.held_locks = held_locks()  # before the heap is frozen: those of the caller
         enter(frozen_heap())  # takes a while, so before time limits count
         watch_gloo_waits()
         self.atomic_lock = AtomicLock()
@@ -323,6 +325,10 @@ class CallWrapper(Uncopied):
     def close_group_store(self) -> None:
         """Close the store for process groups: the iteration is over."""
         self._group_store.close()
+
+    def stopped_clocks(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the clocks of sections stop, as this process waits by itself."""
+        return self._sections.stopped()
 
     def wake_main_thread(self) -> None:
         """Try to bring a blocked main thread back to bytecode; to be repeated until it is there."""

@@ -2,9 +2,9 @@
 
 Two jobs that are started with the same MASTER_PORT meet at one server, and either of their ranks 1 may come first. No
 number tells which of them belongs to the rank 0 that serves. What they have in common does: the processes of a job have
-one program, arguments, environment and folder, and on one host mostly one parent. So rank 0 takes for each rank the
-claim that is most like its own, and none that is more like another rank 0 that was seen. If all that it takes are just
-like its own, it does so at once; else it waits a moment for better ones.
+one program, arguments, environment and folder, mostly one step of the scheduler, and on one host mostly one parent. So
+rank 0 takes for each rank the claim that is most like its own, and none that is more like another rank 0 that was seen.
+If all that it takes are just like its own, it does so at once; else it waits a moment for better ones.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from inprocess.attribution import compact_ranks
 from inprocess.exception import StoreError
 from inprocess.ipc.process import Process
 from inprocess.ipc.proofs import fresh_nonce
+from inprocess.rank_environment import scheduled_ranks
 
 __all__ = ["Claim", "RankSlot", "Slots"]
 
@@ -187,6 +188,9 @@ def _marks() -> frozenset[str]:
         if not _RANK_ARGUMENT.fullmatch(argument) and not _RANK_ARGUMENT.fullmatch(before):
             marks.append(f"{number} {argument}")
         before = argument
+    scheduled = scheduled_ranks()
+    if scheduled is not None and scheduled.job:  # also where the program has numbers of its own, and may span steps
+        marks.append(f"of {scheduled.job}")
     with contextlib.suppress(OSError):  # it was removed
         marks.append(f"in {os.getcwd()}")
     return frozenset(hashlib.sha256(mark.encode(errors="surrogateescape")).hexdigest()[:8] for mark in marks)

@@ -33,7 +33,7 @@ from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.messages import CODEC, RankInfo
 from inprocess.sections.board import Board
-from inprocess.sections.gate import SECTION_BOARD_ENV
+from inprocess.sections.gate import CLIENT_BOARD_ENV, SECTION_BOARD_ENV
 from inprocess.sections.making import make_board
 
 __all__ = ["LinkError", "MonitorConnection", "MonitorLink"]
@@ -145,6 +145,7 @@ class MonitorLink:
     def attach(self, board_fd: int) -> None:
         """Send the board. Takes ownership of its descriptor. LinkError, OSError, PacketError."""
         self._board_fd = board_fd
+        os.environ[CLIENT_BOARD_ENV] = f"{os.getpid()}:{board_fd}"  # for a wrapper that stops the clocks
         if self._end is None:
             raise LinkError("not connected")
         _ask(self._end, messages.Attach(), (board_fd,))
@@ -197,7 +198,7 @@ class MonitorLink:
             end.close()
         board_fd, self._board_fd = self._board_fd, None
         if board_fd is not None:
-            os.close(board_fd)
+            _close_board(board_fd)
         self._wake.close()
 
     # -- connecting ----------------------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ class MonitorLink:
         if end is not None:
             end.close()
         if board_fd is not None:
-            os.close(board_fd)
+            _close_board(board_fd)
 
     def _replace(self) -> None:
         end, _ = self._introduce(_REQUEST_TIMEOUT_S)
@@ -287,6 +288,12 @@ class MonitorLink:
             self._broken.clear()
         if old is not None:
             old.close()
+
+
+def _close_board(fd: int) -> None:
+    if os.environ.get(CLIENT_BOARD_ENV) == f"{os.getpid()}:{fd}":  # else that of a later client, or of the parent
+        del os.environ[CLIENT_BOARD_ENV]
+    os.close(fd)
 
 
 def _ask(end: socket.socket, message: messages.Message, fds: tuple[int, ...] = ()) -> dict[str, Any]:

@@ -285,6 +285,19 @@ def test_records_are_listed_once_and_broken_ones_are_left_out(open_store: Open) 
     assert agreements[0].last_call(10, 0.0) == (record(0),)
 
 
+@pytest.mark.parametrize("damaged", ['{"rank": 1, "wai\n', "[]\n", '{"rank": "x"}\n', b"\xff\n"], ids=repr)
+def test_reports_that_are_damaged_are_left_out(open_store: Open, damaged: str | bytes) -> None:
+    agreements = three(open_store)
+    for rank in (0, 1):
+        agreements[rank].interrupt(record(rank, Interruption.SOFT_TIMEOUT))
+    for key in ("records", "positions"):
+        agreements[0].store.append(key, damaged)
+    agreements[0].report_position(Position(0, waits=True, function="a.py in f", line="a.py:1 in f"), "")
+    agreements[2].report_position(Position(2, waits=False, function="b.py in g", line="b.py:7 in g"), "")
+    for rank, agreement in enumerate(agreements):
+        assert [each.rank for each in agreement.last_call(10 + rank, 0.0)] == [1]
+
+
 # -- roster ------------------------------------------------------------------------------------------------------------
 
 
@@ -318,18 +331,21 @@ def test_the_wait_for_the_roster_names_who_has_come(open_store: Open) -> None:
 
 def test_the_roster_has_the_history_of_the_faults(open_store: Open) -> None:
     fault = replace(record(1, summary="ValueError: 1"), place="a.py:1 in f")
-    for iteration in range(2):
+    for iteration, ages in enumerate(((0.0,), (61.0, 0.0), (122.0, 61.0))):
         agreements = [Agreement(open_store(iteration), iteration, 2) for _ in range(2)]
         for rank, agreement in enumerate(agreements):
             agreement.publish_rank(10 + rank, rank)
+        if iteration == 2:
+            Agreement.announce_newcomer(open_store(0).base_store, 20)
         agreements[1].interrupt(fault)
         for rank, pings in enumerate((5, 3)):
-            agreements[rank].report_progress({"step": 7, "pings": pings})
+            agreements[rank].report_progress({"step": 7, "pings": pings, "seconds": 60 + rank})
             agreements[rank].arrive_at_end(10 + rank)
         first, second = (agreements[rank].wait_roster(10 + rank, LONG_S).faults for rank in range(2))
         assert first == second
-        assert first.counts == {"ValueError at a.py:1 in f": iteration + 1}
-        assert len(first.times) == iteration + 1
+        assert first.counts == {"ValueError at a.py:1 in f": min(2, iteration + 1)}
+        assert first.latest == (tuple(first.counts) if iteration < 2 else ())  # it was for the one that joins
+        assert first.ages == ages
         assert first.progress == {"step": 7, "pings": 5}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inprocess import CallWrapper, Wrapper
+from inprocess import CallWrapper, Wrapper, repetition
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.exception import RepeatedFault
 from inprocess.repetition import FaultBounds, FaultHistory, FaultLimits, fault_names
@@ -16,13 +16,12 @@ from tests.inprocess.restarting import SHORT, UNBOUNDED, outcome, seconds
 from tests.support import rank_values
 
 LIMITS = FaultLimits(max_same_faults=3, max_faults_per_hour=5, max_backoff_s=6.0)
-NOW = 1_000_000.0
 
 
 def after(*steps: tuple[list[str], dict[str, int]], every_s: float = 1.0) -> FaultHistory:
     history = FaultHistory()
-    for number, (names, progress) in enumerate(steps):
-        history = FaultHistory.from_json(history.after(names, progress, NOW + number * every_s).to_json())
+    for names, progress in steps:
+        history = FaultHistory.from_json(history.after(names, progress, every_s).to_json())
     return history
 
 
@@ -61,6 +60,22 @@ def test_different_faults_are_delayed_and_bounded_per_hour() -> None:
     unlimited = FaultLimits(None, None, 0.0)
     assert unlimited.exceeded_by(after(*faults, *faults, *faults, *faults)) is None
     assert unlimited.pause_s(after(*faults)) == 0
+
+
+def test_a_restart_without_a_fault_of_the_program_is_at_once() -> None:
+    """Such as one that takes in processes, or follows a death. The hour goes on meanwhile."""
+    several = after((["a"], {}), (["b"], {}), (["c"], {}))
+    assert LIMITS.pause_s(several) == 2
+    joined, death = several.after_joining(1.0), several.after([], {}, 1.0)
+    assert LIMITS.pause_s(joined) == LIMITS.pause_s(death) == 0
+    assert LIMITS.exceeded_by(joined) is None
+    assert LIMITS.pause_s(joined.after(["d"], {}, 1.0)) == 4
+    assert LIMITS.pause_s(several.after_joining(1800.0).after(["d"], {}, 1790.0)) == 4
+    later = several.after_joining(1800.0).after(["a"], {}, 1801.0)
+    assert LIMITS.pause_s(later) == 0
+    assert later.counts == {"a": 1}
+    many = after(*5 * [(["x"], {"step": 1})]).after([], {}, 1.0)
+    assert "faults have ended 6 iterations within an hour" in (LIMITS.exceeded_by(many) or "")  # deaths count there
 
 
 def test_names_of_faults() -> None:
@@ -149,6 +164,32 @@ def test_what_makes_progress_goes_on_at_once() -> None:
         return train()
 
     assert rank_values(main, 2) == [6, 6]
+
+
+def test_an_iteration_of_more_than_an_hour_is_progress_by_the_time_that_has_passed() -> None:
+    """Whatever the clocks of the hosts show: here they jump by two hours back and forth."""
+
+    def main(rank: int, world_size: int, hour_s: float) -> Any:
+        repetition._HOUR_S = hour_s
+        shown = time.time
+
+        @Wrapper(**{**UNBOUNDED, "max_same_faults": 2})
+        def train(call: CallWrapper | None = None) -> int:
+            assert call is not None
+            time.time = lambda: shown() + 7200 * (call.iteration % 2)
+            if rank == 0 and call.iteration < 3:
+                time.sleep(1.2)
+                raise ValueError("again")
+            while call.iteration < 3:
+                time.sleep(0.01)
+            return call.iteration
+
+        return outcome(train)
+
+    assert rank_values(main, 2, 0.5) == [3, 3]
+    (kind, text, _), (_, other, _) = rank_values(main, 2, 3600.0)
+    assert (kind, text) == ("ValueError", "again")
+    assert "the same fault has ended 2 iterations" in other
 
 
 def test_a_hang_that_comes_back_ends_the_job() -> None:

@@ -23,6 +23,21 @@ from tests.support import LeakCheck, rank_values
 ITEMS: queue.Queue[int] = queue.Queue()
 
 
+def taken_elsewhere(lock: Any, timeout_s: float = 0.01) -> bool:
+    """Whether another thread can acquire the lock."""
+    taken: list[bool] = []
+
+    def take() -> None:
+        taken.append(lock.acquire(timeout=timeout_s))
+        if taken[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return taken[0]
+
+
 def test_the_next_iteration_can_use_a_queue_that_the_last_one_has_left_locked() -> None:
     """As a function leaves it that is interrupted in `put`, before the `try` that releases the lock."""
 
@@ -145,16 +160,32 @@ def test_it_is_found_and_released(make: Any) -> None:
     with pytest.raises((ValueError, RuntimeError)) as raised:
         function()
     assert len(release_torn_locks(used_locks(raised.value))) == 1
-    taken: list[bool] = []
+    assert taken_elsewhere(lock, 20)
 
-    def take() -> None:
-        taken.append(lock.acquire(timeout=20))
-        lock.release()
 
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    assert taken == [True]
+def test_locks_that_the_caller_holds_stay_so() -> None:
+    """Also where the function refers to them, and has acquired one once more."""
+
+    def main(rank: int, world_size: int) -> Any:
+        once, again, torn = threading.RLock(), threading.Condition(), threading.RLock()
+        of_processes = multiprocessing.get_context("spawn").RLock()
+        handler = logging.Handler()
+        assert handler.lock is not None
+
+        @Wrapper(**SHORT)
+        def train(call: CallWrapper | None = None) -> list[bool]:
+            assert call is not None
+            if call.iteration == 0:
+                again.acquire()
+                torn.acquire()
+                raise ValueError("fault", once, of_processes)
+            return [taken_elsewhere(lock) for lock in (once, again, of_processes, handler.lock, torn)]
+
+        with once, once, again, of_processes, handler.lock:
+            inside = train()
+        return inside, [taken_elsewhere(lock) for lock in (once, again, of_processes, handler.lock, torn)]
+
+    assert rank_values(main, 1) == [([False] * 4 + [True], [True] * 5)]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -37,15 +38,15 @@ def run_when_told(rank: int, world_size: int, job: str, folder: Path) -> Any:
 
 
 class TwoJobs:
-    """Jobs A and B, of two ranks each, that use the same port; the ranks begin when told."""
+    """Jobs A and B, of two ranks each, that use the same port; the ranks begin when told. They differ in `env`."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, env: Mapping[str, Mapping[str, str]]) -> None:
         self.folder = folder
         self.port = free_port()
         self.groups: dict[str, RankGroup] = {}
         for job in "AB":
-            env = {"MASTER_PORT": str(self.port), "JOB": job}
-            ranks = launch_ranks(run_when_told, 2, job, folder, env=env, init_process_group=False)
+            common = {"MASTER_PORT": str(self.port), **env[job]}
+            ranks = launch_ranks(run_when_told, 2, job, folder, env=common, init_process_group=False)
             self.groups[job] = stack.enter_context(ranks)
 
     def begin(self, job: str, rank: int) -> None:
@@ -77,7 +78,18 @@ class TwoJobs:
 @pytest.fixture
 def jobs(tmp_path: Path) -> Any:
     with ExitStack() as stack:
-        yield TwoJobs(tmp_path, stack)
+        yield TwoJobs(tmp_path, stack, {job: {"JOB": job} for job in "AB"})
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each in a step of one job of Slurm, whose only task starts its ranks with RANK and WORLD_SIZE of its own."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    task = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+    with ExitStack() as stack:
+        yield TwoJobs(
+            tmp_path, stack, {job: {**task, "SLURM_STEP_ID": step} for job, step in zip("AB", "01", strict=True)}
+        )
 
 
 @pytest.mark.parametrize("first", ["A", "B"])
@@ -101,6 +113,15 @@ def test_a_rank_of_another_job_that_comes_first_is_not_taken(jobs: TwoJobs) -> N
     jobs.begin("A", 1)
     assert jobs.trains("A", 3.0)
     assert "another process is rank 1 there" in jobs.refusal("B", 1)
+
+
+def test_a_rank_in_another_step_of_slurm_that_comes_first_is_not_taken(steps: TwoJobs) -> None:
+    steps.begin("A", 0)
+    steps.begin("B", 1)
+    steps.wait_for_claims(1)
+    steps.begin("A", 1)
+    assert steps.trains("A", 3.0)
+    assert "another process is rank 1 there" in steps.refusal("B", 1)
 
 
 def test_ranks_that_do_not_come_are_named() -> None:

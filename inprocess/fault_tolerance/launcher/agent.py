@@ -12,7 +12,6 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -27,7 +26,13 @@ from inprocess.fault_tolerance.launcher.leftovers import end_leftovers, log_surv
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting, MeetingError, StoreLost
 from inprocess.fault_tolerance.launcher.open_calls import OpenCalls
 from inprocess.fault_tolerance.launcher.survivors import Survivors
-from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, start_worker, wait_readable
+from inprocess.fault_tolerance.launcher.workers import (
+    WorkerProcesses,
+    describe_failures,
+    failures_of,
+    start_worker,
+    wait_readable,
+)
 from inprocess.ipc.process_one import reap_adopted
 from inprocess.joining import JOIN, JOINED_FILE
 
@@ -233,33 +238,23 @@ class LauncherAgent(LocalElasticAgent):
         if self._survivors is not None:
             return self._survivors.look()
         ended = self._workers.take_ended()
-        early = [local_rank for local_rank, code in sorted(ended.items()) if code == 0 and self._left_early(local_rank)]
-        if early:
-            return self._ended_early(early)
+        failed = {local_rank: code for local_rank, code in ended.items() if code != 0 or self._left_early(local_rank)}
+        if 0 in failed.values():  # for torch, that worker has succeeded
+            assert self._pcontext is not None
+            failures = failures_of(failed, self._workers, self._worker_group.workers, self._pcontext.error_files)
+            return CycleEnd(describe_failures(failures), failures=failures, is_ours=True)
         if not ended and self._workers.fds and not self._is_polled:
             return None
         result: RunResult = self._monitor_workers(self._worker_group)
         if result.state == WorkerState.HEALTHY:
             return None
         if result.is_failed():  # torch has stopped the others
-            return CycleEnd(_describe(result), failures=result.failures, is_ours=True)
+            return CycleEnd(describe_failures(result.failures), failures=result.failures, is_ours=True)
         return CycleEnd("all workers of this node have ended with 0")
 
     def _left_early(self, local_rank: int) -> bool:
         """Whether a worker that has ended was in a call of the wrapper, and was not asked to end."""
         return self._open_calls.is_open(local_rank) and not self._is_ending
-
-    def _ended_early(self, local_ranks: list[int]) -> CycleEnd:
-        assert self._pcontext is not None
-        files, workers = self._pcontext.error_files, self._worker_group.workers
-        failures = {
-            int(workers[local_rank].global_rank): ProcessFailure(
-                local_rank, self._workers.pids[local_rank], 0, files[local_rank]
-            )
-            for local_rank in local_ranks
-        }
-        text = f"ranks {sorted(failures)} have ended with 0 before the function in the wrapper was completed"
-        return CycleEnd(text, failures=failures, is_ours=True)
 
     def _success(self) -> str:
         lost = sorted(self._survivors.failures) if self._survivors is not None else []
@@ -347,8 +342,3 @@ def _causes(error: BaseException) -> str:
         texts.append(str(found))
         found = found.__cause__
     return ": ".join(dict.fromkeys(texts))
-
-
-def _describe(result: RunResult) -> str:
-    ended = [f"rank {rank} with {failure.exitcode}" for rank, failure in sorted(result.failures.items())]
-    return f"workers have ended: {', '.join(ended)}"

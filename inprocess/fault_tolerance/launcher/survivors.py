@@ -21,12 +21,11 @@ from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import Worker
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from inprocess.fault_tolerance.launcher.cycle import CycleEnd
 from inprocess.fault_tolerance.launcher.leftovers import end_leftovers
 from inprocess.fault_tolerance.launcher.meeting import Meeting
-from inprocess.fault_tolerance.launcher.workers import WorkerProcesses
+from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, describe_failures, failures_of
 
 __all__ = ["Survivors"]
 
@@ -80,28 +79,21 @@ class Survivors:
         ended = sorted(self._processes.take_ended().items())
         self._count_joined()
         failed = {local_rank for local_rank, code in ended if code != 0 or self._left_early(local_rank)}
-        counting = [(local_rank, code) for local_rank, code in ended if local_rank not in self._waiting]
-        lost = [(local_rank, code) for local_rank, code in counting if local_rank in failed]
+        counting = {local_rank: code for local_rank, code in ended if local_rank not in self._waiting}
+        lost = {local_rank: code for local_rank, code in counting.items() if local_rank in failed}
         self._is_complete |= len(lost) < len(counting)
         for local_rank, code in ended:
             if self._waiting.pop(local_rank, None) is not None and local_rank in failed and not self._is_complete:
                 _log.warning("the replacement in the place of local rank %d ended with %d", local_rank, code)
         if self._is_complete:
             self._end_waiting()
-        for local_rank, code in lost:
-            pid = self._processes.pids[local_rank]
-            failure = ProcessFailure(local_rank, pid, code, self._error_files[local_rank])
-            self.failures[int(self._workers[local_rank].global_rank)] = failure
         if lost:
-            end_leftovers([self._processes.pids[local_rank] for local_rank, _ in lost])
-            names = ", ".join(
-                f"rank {self._workers[local_rank].global_rank} with {code}"
-                + (" before the function in the wrapper was completed" if code == 0 else "")
-                for local_rank, code in lost
-            )
+            failures = failures_of(lost, self._processes, self._workers, self._error_files)
+            self.failures.update(failures)
+            end_leftovers([self._processes.pids[local_rank] for local_rank in lost])
             self._report_lost(len(lost))
             self._come_back()
-            end = self._count_left(f"workers have ended: {names}")
+            end = self._count_left(describe_failures(failures))
             if end is not None:
                 return end
         for local_rank, _ in ended:

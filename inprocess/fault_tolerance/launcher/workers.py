@@ -9,12 +9,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.distributed.elastic.agent.server.api import Worker
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-__all__ = ["WorkerProcesses", "start_worker", "wait_readable"]
+__all__ = ["WorkerProcesses", "describe_failures", "failures_of", "start_worker", "wait_readable"]
 
 _log = logging.getLogger(__name__)
 _KILL_WAIT_S = 30.0
@@ -102,6 +104,29 @@ class WorkerProcesses:
 
     def _named(self) -> str:
         return ", ".join(f"{local_rank} (pid {self.pids[local_rank]})" for local_rank in sorted(self._running))
+
+
+def failures_of(
+    codes: Mapping[int, int], processes: WorkerProcesses, workers: Sequence[Worker], error_files: Mapping[int, str]
+) -> dict[int, ProcessFailure]:
+    """Return the failures of workers that have ended with these codes, by rank. Keys of the arguments: local ranks.
+
+    Crashes come first: torch takes the first of the earliest failures for the cause of all, and a worker that ends with
+    0 too early is often a consequence.
+    """
+    return {
+        int(workers[local_rank].global_rank): ProcessFailure(
+            local_rank, processes.pids[local_rank], code, error_files[local_rank]
+        )
+        for local_rank, code in sorted(codes.items(), key=lambda ended: (ended[1] == 0, ended[0]))
+    }
+
+
+def describe_failures(failures: Mapping[int, ProcessFailure]) -> str:
+    """Return the failures, by rank, as text. A worker that has failed although it ended with 0 was in the wrapper."""
+    early = " before the function in the wrapper was completed"
+    ended = [f"rank {rank} with {each.exitcode}{'' if each.exitcode else early}" for rank, each in failures.items()]
+    return f"workers have ended: {', '.join(ended)}"
 
 
 def start_worker(context: Any, workers: WorkerProcesses, local_rank: int, variables: Mapping[str, str]) -> int:

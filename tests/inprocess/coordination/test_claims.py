@@ -90,6 +90,12 @@ def test_what_differs_between_ranks_is_no_mark(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "2"])
     assert second.difference(Claim.of_this_process(1, 2)) == 2
     assert second.difference(replace(second, parent="0")) == 1
+    for name, value in (("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_JOB_ID", "7"), ("SLURM_STEP_ID", "0")):
+        monkeypatch.setenv(name, value)
+    second = Claim.of_this_process(1, 2)
+    assert second.difference(Claim.of_this_process(1, 2)) == 0
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    assert second.difference(Claim.of_this_process(1, 2)) == 2, "another step is mostly another job"
 
 
 class TestRankSlot:

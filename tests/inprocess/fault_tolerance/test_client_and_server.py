@@ -412,6 +412,39 @@ def test_each_iteration_of_a_wrapped_function_may_make_a_client(node: Node) -> N
     assert worker.wait() == 0
 
 
+def test_the_clocks_of_a_client_stop_while_the_wrapper_waits_or_protects(node: Node) -> None:
+    """The client was made outside of the wrapped function, so the limits are those of the launcher."""
+    node.monitor(rank_section_timeouts={"a": 0.3})
+    env = {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    worker = node.worker(
+        """
+        import inprocess
+        from inprocess import repetition
+        client.init_workload_monitoring()
+        wait_until_set = repetition.wait_until_set
+        def backs_off(event, timeout_s):
+            with client.section("a"):
+                wait_until_set(event, 1.5 * timeout_s)
+            say("waited", timeout_s)
+        repetition.wait_until_set = backs_off
+        def train(call: inprocess.CallWrapper):
+            if call.iteration < 2:
+                raise ValueError("again")
+            with call.disable_hang_protection():
+                with client.section("a"):
+                    time.sleep(1.5)
+            say("iteration", call.iteration)
+            client.start_section("a")
+            wait()
+        inprocess.Wrapper(abort=None)(train)()
+        """,
+        **env,
+    )
+    assert worker.line(50) == "waited 1.0"
+    assert worker.line() == "iteration 2"
+    node.wait_log("in section 'a' for")  # now the clock goes on
+
+
 def test_a_forked_child_neither_speaks_nor_holds_the_place(node: Node) -> None:
     node.monitor(rank_section_timeouts=LIMITS)
     worker = node.worker("""

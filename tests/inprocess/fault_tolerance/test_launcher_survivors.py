@@ -397,10 +397,42 @@ def test_a_worker_that_ends_with_0_in_the_wrapped_function_has_failed(job: Job) 
     """
     launcher = job.one_node(script, ranks=2, restarts=1)
     assert launcher.wait(100) == 0, launcher.log()
-    assert "ranks [1] have ended with 0 before the function in the wrapper was completed" in launcher.log()
+    assert "cycle 0 is over: workers have ended: rank 1 with 0 before the function in the wrapper" in launcher.log()
     assert sorted(line for line in job.events().splitlines() if "ends" in line) == [
         f"cycle 1 rank {rank} ends" for rank in (0, 1)
     ]
+
+
+@pytest.mark.parametrize(
+    "policy", [(), ("--ft-restart-policy=in-process", "--ft-min-workers=2")], ids=["", "in-process"]
+)
+def test_a_crash_beside_a_worker_that_ends_with_0_is_the_cause(job: Job, policy: tuple[str, ...]) -> None:
+    """Both are seen in the same look: the launcher is stopped meanwhile."""
+    script = """
+    import inprocess
+
+    def train():
+        say("pid", os.getpid())
+        while not os.path.exists(os.environ["TEST_EVENTS"] + ".go"):
+            time.sleep(0.02)
+        os._exit(3 if rank == 1 else 0)
+
+    inprocess.Wrapper()(train)()
+    """
+    launcher = job.one_node(script, *policy, ranks=2, restarts=0)
+    fds = [os.pidfd_open(int(job.wait_event(rf"cycle 0 rank {rank} pid (\d+)", 50)[1])) for rank in (0, 1)]
+    launcher.signal(signal.SIGSTOP)
+    job.wait_for(lambda: psutil.Process(launcher.pid).status(), psutil.STATUS_STOPPED, 30)
+    go(job)
+    for fd in fds:
+        assert wait_readable([fd], 30), job.everything()
+        os.close(fd)
+    launcher.signal(signal.SIGCONT)
+    assert launcher.wait() == 1
+    both = "workers have ended: rank 1 with 3, rank 0 with 0 before the function in the wrapper was completed"
+    assert both in launcher.log(), launcher.log()
+    assert re.search(r"Root Cause .*\n.*\n.*\n.*\n *rank *: 1 .*\n *exitcode *: 3 ", launcher.log()), launcher.log()
+    assert re.search(r" rank *: 0 .*\n *exitcode *: 0 ", launcher.log()), launcher.log()
 
 
 def test_without_the_wrapper_0_is_success(job: Job) -> None:
