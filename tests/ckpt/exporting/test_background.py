@@ -171,12 +171,14 @@ def test_an_exporter_that_hangs_ends_with_the_checkpointer(
 
 
 def test_an_export_that_is_there_is_replaced(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+    with Checkpointer(tmp_path / "before", queue=queue) as checkpointer:
+        checkpointer.save(state(1), 3)
     for form, name in (("safetensors", "step_00000003"), ("torch", "step_00000003.pt")):
-        for value in (1, 2):
-            root = tmp_path / f"{form}{value}"
-            options = ExportOptions(tmp_path / form, every=1, format=form, prefix="model")  # type: ignore[arg-type]
-            with Checkpointer(root, queue=queue, export=options) as checkpointer:
-                checkpointer.save(state(value), 3)
+        (tmp_path / form).mkdir()
+        ckpt.export(tmp_path / "before", tmp_path / form / name, form, prefix="model")  # type: ignore[arg-type]
+        options = ExportOptions(tmp_path / form, every=1, format=form, prefix="model")  # type: ignore[arg-type]
+        with Checkpointer(tmp_path / f"after_{form}", queue=queue, export=options) as checkpointer:
+            checkpointer.save(state(2), 3)
         assert os.listdir(tmp_path / form) == [name]
     assert exported(tmp_path / "safetensors") == {"step_00000003": 2}
     assert torch.load(tmp_path / "torch" / "step_00000003.pt", weights_only=True)["w"][0] == 2

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict, deque
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt import AsyncCallsQueue, Checkpointer, PerRank
 from ckpt.exporting import selection
+from tests.support.template import quick_python
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # DCP warns that it runs in one process
 
@@ -367,7 +367,7 @@ def test_kill_9(tmp_path: Path, queue: AsyncCallsQueue, form: str, where: str) -
     save(tmp_path / "root", queue, {f"w{number}": torch.full((1000,), number) for number in range(4)})
     (tmp_path / "out").mkdir()
     target = tmp_path / "out" / "new"
-    command = [sys.executable, "-c", _KILLED, str(tmp_path / "root"), str(target), form, where]
+    command = [quick_python(), "-c", _KILLED, str(tmp_path / "root"), str(target), form, where]
     assert subprocess.run(command, timeout=50).returncode == -signal.SIGKILL
     assert not target.exists()
     assert all(name.startswith(".export-") for name in os.listdir(tmp_path / "out"))

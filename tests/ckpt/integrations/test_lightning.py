@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import RankResult, run_ranks
+from tests.support.selection import full_only
 
 pytest.importorskip("lightning")
 
@@ -44,11 +45,12 @@ def run_jobs(
 @pytest.mark.parametrize(
     ("strategy", "kill", "epochs_left"),
     [
-        ("ddp", (0, 1, "staging"), 3),  # the checkpoint of epoch 1 is absent: training continues after epoch 0
+        # The checkpoint of epoch 1 is absent: training continues after epoch 0.
+        pytest.param("ddp", (0, 1, "staging"), 3, marks=full_only),
         ("ddp", (0, 1, "staged"), 2),
         ("all ranks", (1, 1, "staging"), 3),
-        ("fsdp2", (1, 1, "staging"), 3),
-        ("fsdp2", (1, 1, "staged"), 2),
+        pytest.param("fsdp2", (1, 1, "staging"), 3, marks=full_only),
+        pytest.param("fsdp2", (1, 1, "staged"), 2, marks=full_only),
         ("fsdp2", (1, 0, "staging"), 4),  # there is no checkpoint at all: `last` starts from the beginning
     ],
 )
@@ -65,7 +67,7 @@ def test_killed_in_a_save_and_resumed(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=full_only), "fsdp2"])
 def test_a_restart_in_the_same_processes_continues_from_the_last_step(
     strategy: str, tmp_path: Path, whole_runs: Callable[[str], str]
 ) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.ckpt.lingering.support import no_holders_are_left
-from tests.support.template import REPOSITORY
+from tests.support.template import REPOSITORY, quick_python
 
 _PROGRAM = Path(__file__).with_name("program.py")
 _LAUNCHERS = {"ckpt_launcher": "inprocess.fault_tolerance.launcher", "torchrun": "torch.distributed.run"}
@@ -25,9 +24,9 @@ def test_the_newest_snapshot_is_restored_from_memory(tmp_path: Path, runtime: Pa
     plan = [5, 7, None]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # Without that, torchrun gives all starts one store, in which gloo finds addresses of the last one.
-    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(runtime)}
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(runtime), "PYTHON_EXEC": quick_python()}
     done = subprocess.run(
-        [sys.executable, "-m", _LAUNCHERS[launcher], *options, str(_PROGRAM), str(tmp_path), json.dumps(plan)],
+        [quick_python(), "-m", _LAUNCHERS[launcher], *options, str(_PROGRAM), str(tmp_path), json.dumps(plan)],
         cwd=REPOSITORY,
         env=env,
         capture_output=True,

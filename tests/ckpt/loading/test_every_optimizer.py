@@ -19,6 +19,7 @@ import ckpt
 from ckpt import AsyncCallsQueue, Checkpointer, StateError
 from tests.ckpt.loading.every_optimizer import OPTIMIZERS, Make
 from tests.ckpt.loading.optimizer_training import model_of, same, train
+from tests.support.selection import full_only
 
 _KEYS, _OBJECTS = r"optimizer/.*: keys must be str or int.* str\(key\)", r"optimizer/state/0/.* cannot be stored"
 REFUSED = {
@@ -69,7 +70,14 @@ def _load(state: dict[str, Any], state_dicts: dict[str, Any]) -> None:
         item.load_state_dict(state_dicts[key])
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def _selected() -> Iterator[Any]:
+    """Return all optimizers; of the large package, only some without TESTS=full."""
+    for number, name in enumerate(OPTIMIZERS):
+        is_one_of_many = name.startswith("pytorch_optimizer.") and name not in set(REFUSED) | TRANSPOSED
+        yield pytest.param(name, marks=full_only if is_one_of_many and number % 4 else ())
+
+
+@pytest.mark.parametrize("name", list(_selected()))
 def test_an_optimizer_is_restored_as_torch_loads_it(queue: AsyncCallsQueue, tmp_path: Path, name: str) -> None:
     make = OPTIMIZERS[name]
     with Checkpointer(tmp_path, queue=queue) as checkpointer:

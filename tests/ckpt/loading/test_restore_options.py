@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt import Checkpointer, PerRank, StateError, StateMismatchError
+from ckpt import AsyncCallsQueue, Checkpointer, PerRank, StateError, StateMismatchError
 from tests.support import run_ranks
 
 
@@ -43,10 +44,16 @@ class Untouchable:
         raise AssertionError("load_state_dict was called")
 
 
+@pytest.fixture(scope="module")
+def queue() -> Iterator[AsyncCallsQueue]:
+    with AsyncCallsQueue() as queue:
+        yield queue
+
+
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path: Path, queue: AsyncCallsQueue) -> Path:
     model, optimizer = trained(1.0)
-    with Checkpointer(tmp_path / "root") as checkpointer:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save({"model": model, "optimizer": optimizer, "epoch": 3}, 7)
     return tmp_path / "root"
 
@@ -84,9 +91,9 @@ def test_only_what_the_state_has_not_names_what_it_has(root: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
-def test_a_prefix_of_the_checkpoint_is_named_and_removed(tmp_path: Path, prefix: str) -> None:
+def test_a_prefix_of_the_checkpoint_is_named_and_removed(tmp_path: Path, prefix: str, queue: AsyncCallsQueue) -> None:
     source = {prefix + name: tensor for name, tensor in Tower(2.0).state_dict().items()}
-    with Checkpointer(tmp_path / "root") as checkpointer:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save({"model": source}, 7)
     model = Tower(0.0)
     with pytest.raises(StateMismatchError) as failed:
@@ -99,8 +106,8 @@ def test_a_prefix_of_the_checkpoint_is_named_and_removed(tmp_path: Path, prefix:
     assert set(values(model).values()) == {2.0}
 
 
-def test_a_compiled_model_is_saved_and_restored_plain(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "root") as checkpointer:
+def test_a_compiled_model_is_saved_and_restored_plain(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save({"model": torch.compile(Tower(2.0), backend="eager")}, 7)
     model = Tower(0.0)
     restored(tmp_path / "root", {"model": model}, rename={"_orig_mod.": ""})
@@ -117,10 +124,10 @@ def test_a_compiled_model_in_the_state_is_told_what_to_do(root: Path) -> None:
     assert set(values(compiled).values()) == {1.0}
 
 
-def test_rename_inside_a_name_and_of_optimizer_state(tmp_path: Path) -> None:
+def test_rename_inside_a_name_and_of_optimizer_state(tmp_path: Path, queue: AsyncCallsQueue) -> None:
     _, optimizer = trained(5.0)
     state = {"net": {"layer.base_layer.weight": torch.ones(2)}, "opt": optimizer, "net/": 1}
-    with Checkpointer(tmp_path / "root") as checkpointer:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save(state, 7)
     weight = {"layer.weight": torch.zeros(2)}
     other_model = Tower(0.0)
@@ -145,8 +152,10 @@ def test_rename_that_makes_one_name_of_two_is_refused(root: Path) -> None:
         restored(root, {"model": Tower(0.0)}, rename="model")
 
 
-def test_names_that_are_exchanged_come_from_storage_not_from_staging_memory(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "root") as checkpointer:
+def test_names_that_are_exchanged_come_from_storage_not_from_staging_memory(
+    tmp_path: Path, queue: AsyncCallsQueue
+) -> None:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         state = {"a": torch.full((4,), 1.0), "b": torch.full((4,), 2.0)}
         checkpointer.save(state, 7)
         checkpointer.restore(state, rename={"a": "b", "b": "a"})
@@ -165,8 +174,8 @@ def test_cast_needs_to_be_asked_for(root: Path) -> None:
         restored(root, {"model": {"encoder.weight": torch.zeros(4, 4, dtype=torch.int64)}}, only=["model"], cast=True)
 
 
-def test_cast_and_resize_of_a_step_in_staging_memory(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "root") as checkpointer:
+def test_cast_and_resize_of_a_step_in_staging_memory(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save({"a": torch.arange(4.0), "b": torch.arange(4.0)}, 7)
         state = {"a": torch.full((6,), 9.0), "b": torch.zeros(4, dtype=torch.float64)}
         checkpointer.restore(state, cast=True, resize=True)
@@ -240,8 +249,8 @@ class WithTables(nn.Module):
         self.register_buffer("counts", torch.ones(3))
 
 
-def test_meta_tensors_are_told_to_be_allocated_and_buffers_are_named(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "root") as checkpointer:
+def test_meta_tensors_are_told_to_be_allocated_and_buffers_are_named(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save({"model": WithTables()}, 7)
     with torch.device("meta"):
         model = WithTables()
@@ -253,7 +262,7 @@ def test_meta_tensors_are_told_to_be_allocated_and_buffers_are_named(tmp_path: P
         restored(tmp_path / "root", {"x": torch.empty(3, device="meta")})
 
 
-def test_frozen_layers_and_an_average_of_the_weights(tmp_path: Path) -> None:
+def test_frozen_layers_and_an_average_of_the_weights(tmp_path: Path, queue: AsyncCallsQueue) -> None:
     def make(fill: float) -> dict[str, Any]:
         model = Tower(fill)
         model.encoder.requires_grad_(False)
@@ -265,7 +274,7 @@ def test_frozen_layers_and_an_average_of_the_weights(tmp_path: Path) -> None:
         return {"model": model, "average": average, "optimizer": optimizer}
 
     saved = make(1.0)
-    with Checkpointer(tmp_path / "root") as checkpointer:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save(saved, 7)
     state = make(2.0)
     restored(tmp_path / "root", state)
@@ -318,8 +327,8 @@ class Tied(nn.Module):
             nn.init.constant_(parameter, fill + number)
 
 
-def test_only_the_second_name_of_a_tied_weight(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "root") as checkpointer:
+def test_only_the_second_name_of_a_tied_weight(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save({"model": Tied(1.0)}, 7)
     model = Tied(5.0)
     report = restored(tmp_path / "root", {"model": model}, only=["model/head"])
@@ -328,9 +337,9 @@ def test_only_the_second_name_of_a_tied_weight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", ["embedding", "head"])
-def test_a_step_with_one_name_of_a_tied_weight(tmp_path: Path, stored: str) -> None:
+def test_a_step_with_one_name_of_a_tied_weight(tmp_path: Path, stored: str, queue: AsyncCallsQueue) -> None:
     weights = {f"{stored}.weight": Tied(1.0).head.weight.detach(), "head.bias": Tied(1.0).head.bias.detach()}
-    with Checkpointer(tmp_path / "root") as checkpointer:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save({"model": weights}, 7)
     model = Tied(5.0)
     restored(tmp_path / "root", {"model": model})
@@ -339,8 +348,8 @@ def test_a_step_with_one_name_of_a_tied_weight(tmp_path: Path, stored: str) -> N
         restored(tmp_path / "root", {"model": Tied(5.0, tied=False)})
 
 
-def test_a_step_with_no_name_of_a_tied_weight(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "root") as checkpointer:
+def test_a_step_with_no_name_of_a_tied_weight(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save({"model": {"head.bias": torch.zeros(5)}}, 7)
     with pytest.raises(StateMismatchError) as caught:
         restored(tmp_path / "root", {"model": Tied(5.0)})
@@ -348,8 +357,10 @@ def test_a_step_with_no_name_of_a_tied_weight(tmp_path: Path) -> None:
     assert "missing: model/head.weight" in str(caught.value)
 
 
-def test_two_tensors_for_one_tied_weight_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Checkpointer(tmp_path / "root") as checkpointer:
+def test_two_tensors_for_one_tied_weight_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, queue: AsyncCallsQueue
+) -> None:
+    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
         checkpointer.save({"model": Tied(1.0, tied=False)}, 7)
     model = Tied(5.0)
     restored(tmp_path / "root", {"model": model})
@@ -402,12 +413,12 @@ _BASE = torch.zeros(6, 6)
     ],
 )
 def test_views_that_overlap_are_not_restored(
-    tmp_path: Path, one: torch.Tensor, two: torch.Tensor, overlap: bool
+    tmp_path: Path, one: torch.Tensor, two: torch.Tensor, overlap: bool, queue: AsyncCallsQueue
 ) -> None:
     saved = {"one": torch.ones_like(one).contiguous(), "two": torch.full_like(two, 2).contiguous()}
     if one.shape == two.shape and one.stride() == two.stride() and one.data_ptr() == two.data_ptr():
         saved["two"] = saved["one"]
-    with ckpt.Checkpointer(tmp_path) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save(saved, 1)
         _BASE.zero_()
         state = {"one": one, "two": two}

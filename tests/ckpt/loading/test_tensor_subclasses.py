@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import Checkpointer, StateError, StateMismatchError
+from ckpt import AsyncCallsQueue, Checkpointer, StateError, StateMismatchError
 from tests.support import run_ranks
 
 
@@ -150,6 +150,13 @@ def test_a_sharded_one_is_restored_on_another_number_of_ranks(tmp_path: Path) ->
 # -- torchao -----------------------------------------------------------------------------------------------------------
 
 _WARNS = pytest.mark.filterwarnings("ignore")
+_KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[AsyncCallsQueue]:
+    with AsyncCallsQueue() as queue:
+        yield queue
 
 
 def _quantized(kind: str, sharded: bool = False, world_size: int = 1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -183,12 +190,12 @@ def _flat(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 @_WARNS
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_quantized_optimizer_state_of_torchao(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", _KINDS)
+def test_quantized_optimizer_state_of_torchao(kind: str, queue: AsyncCallsQueue, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     model, optimizer = _quantized(kind)
     _stepped(model, optimizer)
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save({"model": model, "optimizer": optimizer}, 1)
     expected = _flat(optimizer)
     _stepped(model, optimizer)
@@ -197,7 +204,7 @@ def test_quantized_optimizer_state_of_torchao(kind: str, tmp_path: Path) -> None
         other, restored = _quantized(kind)
         for _ in range(steps):
             _stepped(other, restored)
-        with Checkpointer(tmp_path) as checkpointer:
+        with Checkpointer(tmp_path, queue=queue) as checkpointer:
             checkpointer.restore({"model": other, "optimizer": restored})
         assert _flat(restored) == expected
         state = restored.state[next(iter(other.parameters()))]["exp_avg"]
@@ -209,34 +216,42 @@ def test_quantized_optimizer_state_of_torchao(kind: str, tmp_path: Path) -> None
     assert loaded.dequantize().shape == (128, 64)
 
 
-def _fsdp_save(rank: int, world_size: int, root: Path, kind: str) -> Any:
-    model, optimizer = _quantized(kind, True, world_size)
-    _stepped(model, optimizer)
-    with Checkpointer(root) as checkpointer:
-        checkpointer.save({"model": model, "optimizer": optimizer}, 1)
-    _stepped(model, optimizer)
-    return {name: tensor.full_tensor().tolist() for name, tensor in model.state_dict().items()}
+def _fsdp_save(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Save each kind after a step, and return its weights after another step."""
+    after = {}
+    with AsyncCallsQueue() as queue:
+        for kind in _KINDS:
+            model, optimizer = _quantized(kind, True, world_size)
+            _stepped(model, optimizer)
+            with Checkpointer(folder / kind, queue=queue) as checkpointer:
+                checkpointer.save({"model": model, "optimizer": optimizer}, 1)
+            _stepped(model, optimizer)
+            after[kind] = {name: tensor.full_tensor().tolist() for name, tensor in model.state_dict().items()}
+    return after
 
 
-def _fsdp_restore(rank: int, world_size: int, root: Path, kind: str) -> Any:
-    model, optimizer = _quantized(kind, True, world_size)
-    with Checkpointer(root) as checkpointer:
-        checkpointer.restore({"model": model, "optimizer": optimizer})
-    if world_size == 1:
-        own = optimizer.state[next(iter(model.parameters()))]["exp_avg"].to_local()
-        assert parts(own) == parts(ckpt.load(root, prefix="optimizer/state/0/exp_avg"))
-    _stepped(model, optimizer)
-    return {name: tensor.full_tensor().tolist() for name, tensor in model.state_dict().items()}
+def _fsdp_restore(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Restore each kind, and return its weights after a step."""
+    after = {}
+    for kind in _KINDS:
+        model, optimizer = _quantized(kind, True, world_size)
+        with Checkpointer(folder / kind) as checkpointer:
+            checkpointer.restore({"model": model, "optimizer": optimizer})
+        if world_size == 1:
+            own = optimizer.state[next(iter(model.parameters()))]["exp_avg"].to_local()
+            assert parts(own) == parts(ckpt.load(folder / kind, prefix="optimizer/state/0/exp_avg")), kind
+        _stepped(model, optimizer)
+        after[kind] = {name: tensor.full_tensor().tolist() for name, tensor in model.state_dict().items()}
+    return after
 
 
 @_WARNS
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_quantized_optimizer_state_under_fsdp(kind: str, tmp_path: Path) -> None:
+def test_quantized_optimizer_state_under_fsdp(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    expected = run_ranks(_fsdp_save, 2, tmp_path / "root", kind)[0].value
+    expected = run_ranks(_fsdp_save, 2, tmp_path)[0].value
     for ranks in (2, 1):
-        found = run_ranks(_fsdp_restore, ranks, tmp_path / "root", kind)
+        found = run_ranks(_fsdp_restore, ranks, tmp_path)
         if ranks == 2:  # on other numbers of ranks, sums of gradients differ in the last bits
             assert all(result.value == expected for result in found)
 
@@ -296,31 +311,34 @@ def _torchao_sharded(kind: str, world_size: int, rank: int, seed: int) -> Any:
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _save_torchao(rank: int, world_size: int, root: Path, kind: str) -> str:
+def _save_torchao(rank: int, world_size: int, root: Path, *kinds: str) -> str:
     with Checkpointer(root) as checkpointer:
         try:
-            checkpointer.save({"w": _torchao_sharded(kind, world_size, rank, seed=1)}, 1)
+            checkpointer.save({kind: _torchao_sharded(kind, world_size, rank, seed=1) for kind in kinds}, 1)
         except ckpt.CheckpointError as error:
             return str(error)
     return ""
 
 
-def _restore_torchao(rank: int, world_size: int, root: Path, kind: str) -> bool:
-    state = {"w": _torchao_sharded(kind, world_size, rank, seed=2)}
-    saved = parts(_torchao_sharded(kind, world_size, rank, seed=1).to_local())
-    assert parts(state["w"].to_local()) != saved
+def _restore_torchao(rank: int, world_size: int, root: Path, *kinds: str) -> dict[str, bool]:
+    """Return whether the tensor of each kind has the parts that were saved."""
+    state = {kind: _torchao_sharded(kind, world_size, rank, seed=2) for kind in kinds}
+    saved = {kind: parts(_torchao_sharded(kind, world_size, rank, seed=1).to_local()) for kind in kinds}
+    for kind in kinds:
+        assert parts(state[kind].to_local()) != saved[kind], kind
     with Checkpointer(root) as checkpointer:
         checkpointer.restore(state)
-    return parts(state["w"].to_local()) == saved
+    return {kind: parts(state[kind].to_local()) == saved[kind] for kind in kinds}
 
 
 @_WARNS
-@pytest.mark.parametrize("kind", ["float8", "nf4"])
-def test_sharded_weights_of_torchao_on_other_numbers_of_ranks(kind: str, tmp_path: Path) -> None:
+def test_sharded_weights_of_torchao_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    assert [result.value for result in run_ranks(_save_torchao, 2, tmp_path / "root", kind)] == ["", ""]
+    saved = run_ranks(_save_torchao, 2, tmp_path / "root", "float8", "nf4")
+    assert [result.value for result in saved] == ["", ""]
     for ranks in (4, 2, 1):
-        assert all(result.value for result in run_ranks(_restore_torchao, ranks, tmp_path / "root", kind))
+        for result in run_ranks(_restore_torchao, ranks, tmp_path / "root", "float8", "nf4"):
+            assert result.value == {"float8": True, "nf4": True}, ranks
 
 
 @_WARNS
@@ -328,6 +346,6 @@ def test_a_part_that_all_ranks_share_must_be_the_same_on_all(tmp_path: Path) -> 
     """Of weights that each rank quantized for itself: the mean of their scales."""
     pytest.importorskip("torchao")
     for result in run_ranks(_save_torchao, 2, tmp_path / "root", "nf4 of its own"):
-        assert "w/scaler_mean (rank 1 unlike rank 0)" in result.value
+        assert "nf4 of its own/scaler_mean (rank 1 unlike rank 0)" in result.value
     with Checkpointer(tmp_path / "root") as checkpointer:
         assert checkpointer.all_steps() == []

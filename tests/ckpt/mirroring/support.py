@@ -71,6 +71,10 @@ class Job:
             self.wait(lambda step=step: step in self.copied)  # type: ignore[misc]
 
 
+Jobs = Callable[..., contextlib.AbstractContextManager[Job]]
+"""`job`, or with some of its options."""
+
+
 @contextlib.contextmanager
 def job(root: Path | str, mirror: ckpt.Mirror, **options: Any) -> Iterator[Job]:
     """Run a job. The events are those of this process, so jobs that overlap see those of both."""

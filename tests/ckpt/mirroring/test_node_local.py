@@ -4,7 +4,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,32 @@ class Cluster:
         self.disk(1).rename(self.disk(0))
         (self._disks / "other").rename(self.disk(1))
 
-    def run(self, world_size: int, *orders: Any, timeout: float = 60, **options: Any) -> list[Any]:
+    def run(self, world_size: int, *orders: Any, **options: Any) -> list[Any]:
         """Run a job that saves and restores; return the last result of each rank."""
-        results = run_ranks(_job, world_size, self, orders, options, timeout=timeout)
-        return [result.value for result in results]
+        (results,) = self.play(world_size, Run(*orders, **options))
+        return results
+
+    def play(self, world_size: int, *acts: "Run | Callable[[], object]") -> list[list[Any]]:
+        """Run jobs one after another, and what happens between them on the nodes; return the results of each job.
+
+        The jobs have the same processes, which have one writer each.
+        """
+        results = run_ranks(_play, world_size, self, acts, timeout=100)
+        return [list(of_ranks) for of_ranks in zip(*(result.value for result in results), strict=True)]
+
+
+class Run:
+    """A job: its orders, and the options of its Checkpointer."""
+
+    def __init__(self, *orders: Any, **options: Any) -> None:
+        self.orders = orders
+        self.options = options
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[ckpt.AsyncCallsQueue]:
+    with ckpt.AsyncCallsQueue() as queue:
+        yield queue
 
 
 @pytest.fixture
@@ -93,7 +115,20 @@ def _wait(condition: Callable[[], bool], poll: Callable[[], object] = lambda: No
         time.sleep(0.02)
 
 
-def _job(rank: int, world_size: int, cluster: Cluster, orders: list[Any], options: dict[str, Any]) -> Any:
+def _play(rank: int, world_size: int, cluster: Cluster, acts: Sequence[Run | Callable[[], object]]) -> list[Any]:
+    """Run the jobs, and between them what rank 0 does; return the result of each job."""
+    results = []
+    with ckpt.AsyncCallsQueue() as queue:
+        for act in acts:
+            if isinstance(act, Run):
+                results.append(_job(rank, world_size, cluster, act.orders, {**act.options, "queue": queue}))
+            elif rank == 0:
+                act()
+            torch.distributed.barrier()
+    return results
+
+
+def _job(rank: int, world_size: int, cluster: Cluster, orders: Sequence[Any], options: dict[str, Any]) -> Any:
     """Do what `orders` say: a number is a step to save, None is a restore.
 
     A text is a file of a copy that is not published, to wait for. A list has the steps of the root, to wait for; the
@@ -210,9 +245,7 @@ def test_each_node_has_the_files_of_its_ranks(cluster: Cluster) -> None:
 
 
 def test_a_replaced_node_takes_its_share_from_the_mirror(cluster: Cluster) -> None:
-    cluster.run(2, 1, 2)
-    cluster.replace(1)
-    from_disk, from_mirror = cluster.run(2, None)
+    from_disk, from_mirror = cluster.play(2, Run(1, 2), lambda: cluster.replace(1), Run(None))[-1]
     assert from_disk == (2, 0)
     assert from_mirror[0] == 2
     assert from_mirror[1] > 2
@@ -220,13 +253,11 @@ def test_a_replaced_node_takes_its_share_from_the_mirror(cluster: Cluster) -> No
 
 def test_a_step_whose_files_are_lost_is_not_taken_for_whole(cluster: Cluster) -> None:
     """The newest step was not copied when a node was lost: all ranks agree on the one before."""
-    cluster.run(2, 1)
-    cluster.run(2, None, 2, **_NOT_COPIED)
-    assert cluster.run(2, None, **_NOT_COPIED) == [(2, 0), (2, 0)]
+    restored = cluster.play(2, Run(1), Run(None, 2, **_NOT_COPIED), Run(None, **_NOT_COPIED))[-1]
+    assert restored == [(2, 0), (2, 0)]
     cluster.replace(1)
     assert open_root(cluster.mirror).steps() == [1]
-    (at_0, files_0), (at_1, files_1) = cluster.run(2, None, 3, None)[:2]
-    assert (at_0, files_0) == (3, 0) == (at_1, files_1)
+    assert cluster.run(2, None, 3, None) == [(3, 0), (3, 0)]
     assert open_root(cluster.root).steps() == [1, 3], "step 2 is of another branch"
     assert open_root(cluster.mirror).steps() == [1, 3]
     assert open_root(cluster.mirror).pending() == [], "the copy that cannot be completed was abandoned"
@@ -258,14 +289,14 @@ def _refused(rank: int, world_size: int, cluster: Cluster) -> str:
 
 
 def test_ranks_on_other_nodes(cluster: Cluster) -> None:
-    cluster.run(2, 1)
-    cluster.run(2, None, 2, **_NOT_COPIED)
-    cluster.swap()
-    for found, files in cluster.run(2, None, **_NOT_COPIED):
+    restores = Run(None, **_NOT_COPIED)
+    *_, swapped, back = cluster.play(
+        2, Run(1), Run(None, 2, **_NOT_COPIED), cluster.swap, restores, cluster.swap, restores
+    )
+    for found, files in swapped:
         assert found == 1
         assert files > 2
-    cluster.swap()
-    assert cluster.run(2, None, **_NOT_COPIED) == [(2, 0), (2, 0)]
+    assert back == [(2, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -328,23 +359,25 @@ def test_nodes_delete_what_is_removed(cluster: Cluster) -> None:
     def steps(rank: int) -> list[str]:
         return [name[:13] for name in cluster.saves(rank)]
 
-    cluster.run(2, 1, [1], 2, [2], 3, [3], keep=ckpt.Latest(1))
-    assert steps(0) == steps(1) == ["step_00000003"]
-    cluster.run(2, None, 4, [4], 5, [5], keep=ckpt.Latest(1))
-    assert steps(0) == steps(1) == ["step_00000005"]
+    cluster.run(2, 1, [1], 2, [2], keep=ckpt.Latest(1))
+    assert steps(0) == steps(1) == ["step_00000002"]
+    cluster.run(2, None, 4, [4], keep=ckpt.Latest(1))
+    assert steps(0) == steps(1) == ["step_00000004"]
 
 
 def test_leftovers_of_dead_saves(cluster: Cluster) -> None:
     """A node deletes what it has of saves that can never be published, and nothing else."""
-    cluster.run(2, 1)
-    token = open_root(cluster.root).ownership.newest()
-    for name in (
-        f"step_00000002-o{token}-{'ab' * 8}",
-        f"step_00000003-o{token + 10**9}-{'cd' * 8}",
-        "of_another_program",
-    ):
-        (cluster.disk(0) / name / "packs").mkdir(parents=True)
-    cluster.run(2, None, 4)
+
+    def leave() -> None:
+        token = open_root(cluster.root).ownership.newest()
+        for name in (
+            f"step_00000002-o{token}-{'ab' * 8}",
+            f"step_00000003-o{token + 10**9}-{'cd' * 8}",
+            "of_another_program",
+        ):
+            (cluster.disk(0) / name / "packs").mkdir(parents=True)
+
+    cluster.play(2, Run(1), leave, Run(None, 4))
     names = [path.name[:13] for path in sorted(cluster.disk(0).iterdir())]
     assert names == ["of_another_pr", "root.json", "step_00000001", "step_00000003", "step_00000004"]
 
@@ -375,13 +408,13 @@ def _one_disk_fails(rank: int, world_size: int, cluster: Cluster) -> str:
     return str(abandoned.value)
 
 
-def test_a_directory_of_another_root(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_directory_of_another_root(cluster: Cluster, queue: ckpt.AsyncCallsQueue, tmp_path: Path) -> None:
     mirror = ckpt.Mirror(cluster.mirror)
-    with ckpt.Checkpointer(cluster.root, node_local=cluster.disk(0), mirror=mirror) as checkpointer:
+    with ckpt.Checkpointer(cluster.root, node_local=cluster.disk(0), mirror=mirror, queue=queue) as checkpointer:
         checkpointer.save({"w": torch.ones(5)}, 1)
     before = cluster.saves(0)
     with (
-        ckpt.Checkpointer(tmp_path / "other", node_local=cluster.disk(0), mirror=mirror) as checkpointer,
+        ckpt.Checkpointer(tmp_path / "other", node_local=cluster.disk(0), mirror=mirror, queue=queue) as checkpointer,
         pytest.raises(StorageError, match="pack files of the root"),
     ):
         checkpointer.save({"w": torch.ones(5)}, 1)
@@ -389,9 +422,12 @@ def test_a_directory_of_another_root(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["changed", "short", "unreadable"])
-def test_damage_on_a_node(cluster: Cluster, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_on_a_node(
+    cluster: Cluster, queue: ckpt.AsyncCallsQueue, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     state = {"w": torch.arange(100_000.0), "v": torch.ones(50_000)}
-    options: dict[str, Any] = {"node_local": cluster.disk(0), "staging": ckpt.Staging(file_bytes=100_000)}
+    options: dict[str, Any] = {"node_local": cluster.disk(0), "queue": queue}
+    options["staging"] = ckpt.Staging(file_bytes=100_000)
     with ckpt.Checkpointer(cluster.root, mirror=ckpt.Mirror(cluster.mirror), **options) as checkpointer:
         checkpointer.save(state, 1)
     (save,) = cluster.saves(0)
@@ -422,23 +458,20 @@ def test_damage_on_a_node(cluster: Cluster, how: str, caplog: pytest.LogCaptureF
 
 
 def test_compressed_files(cluster: Cluster) -> None:
-    cluster.run(2, 1, compression="zstd")
-    cluster.replace(0)
-    (found, from_mirror), (also_found, from_disk) = cluster.run(2, None)
+    *_, restored = cluster.play(2, Run(1, compression="zstd"), lambda: cluster.replace(0), Run(None))
+    (found, from_mirror), (also_found, from_disk) = restored
     assert found == also_found == 1
     assert from_mirror > 0 == from_disk
 
 
 def test_the_mirror_is_away_and_comes_back(cluster: Cluster) -> None:
     cluster.mirror.write_text("not a directory")
-    cluster.run(2, 1, 2, close_s=0.0)
+    assert cluster.play(2, Run(1, 2, close_s=0.0), Run(None, close_s=0.0))[-1] == [(2, 0), (2, 0)]
     assert open_root(cluster.root).steps() == [1, 2]
-    assert cluster.run(2, None, close_s=0.0) == [(2, 0), (2, 0)]
     cluster.mirror.unlink()
-    cluster.run(2, None, 3)
+    *_, restored = cluster.play(2, Run(None, 3), lambda: cluster.replace(0), Run(None))
     assert open_root(cluster.mirror).steps() == [3]
-    cluster.replace(0)
-    assert cluster.run(2, None)[0][0] == 3
+    assert restored[0][0] == 3
 
 
 def test_it_is_not_known_whether_the_mirror_has_a_copy(cluster: Cluster) -> None:
@@ -500,27 +533,44 @@ def test_kill(cell: Cell, cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_kill_of_the_process_that_copies(cluster: Cluster, victim: int) -> None:
     run_ranks(_kills_the_process, 2, cluster, victim, timeout=80)
-    assert open_root(cluster.mirror).steps() == [1]
+    assert open_root(cluster.mirror).steps() == [0, 1]
     assert validate(str(cluster.mirror / "step_00000001")).whole
 
 
 def _kills_the_process(rank: int, world_size: int, cluster: Cluster, victim: int) -> None:
-    mirror = ckpt.Mirror(cluster.mirror, bandwidth=3e5, close_timeout=timedelta(seconds=60))  # for two seconds
-    disk = cluster.disk(rank)
+    """Kill the process that copies for `victim`, in a copy that the other process cannot complete meanwhile."""
+    mirror = ckpt.Mirror(cluster.mirror, bandwidth=3e5, close_timeout=timedelta(seconds=60))
+    disk, barrier = cluster.disk(rank), torch.distributed.barrier
     with ckpt.Checkpointer(
         cluster.root, node_local=disk, mirror=mirror, staging=ckpt.Staging(file_bytes=100_000)
     ) as checkpointer:
+        checkpointer.save({"own": ckpt.PerRank(torch.ones(5))}, 0)
+        _wait(lambda: open_root(cluster.mirror).steps() == [0])
+        (process,) = mirror_processes()
+        if rank == 1:
+            process.suspend()
+        barrier()
         checkpointer.save(_state(rank, world_size, 1), 1)
-        _wait(lambda: cluster.has_copied(f"packs/000/rank_{victim:05d}_000"))
-        if rank == victim:
-            (process,) = mirror_processes()
-            process.kill()
+        _wait(lambda: cluster.has_copied("packs/000/rank_00000_000"))
+        if rank == 0:
+            process.kill() if victim == 0 else process.suspend()
+        barrier()
+        if rank == 1:
+            process.resume()
+        if victim == 1:
+            _wait(lambda: cluster.has_copied("packs/000/rank_00001_000"))
+            if rank == 1:
+                process.kill()
+            barrier()
+            if rank == 0:
+                process.resume()
 
 
-def test_after_a_fault(cluster: Cluster) -> None:
+def test_after_a_fault(cluster: Cluster, queue: ckpt.AsyncCallsQueue) -> None:
     """A rank restores alone, also when its staging memory is lost and its disk was emptied."""
     model = {"w": torch.arange(100_000.0)}
-    options: dict[str, Any] = {"node_local": cluster.disk(0), "staging": ckpt.Staging(file_bytes=100_000)}
+    options: dict[str, Any] = {"node_local": cluster.disk(0), "queue": queue}
+    options["staging"] = ckpt.Staging(file_bytes=100_000)
     with ckpt.Checkpointer(cluster.root, mirror=ckpt.Mirror(cluster.mirror), **options) as checkpointer:
         checkpointer.save({"m": model}, 1)
     for lost in (False, True):

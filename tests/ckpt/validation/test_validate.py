@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import Checkpointer, PerRank, Staging
+from ckpt import AsyncCallsQueue, Checkpointer, PerRank, Staging
 from ckpt.loading.consistency import array_name, read_index
 from ckpt.native import crc32c
 from ckpt.storage.pack_index import PackIndex, StoredArray
@@ -29,11 +29,12 @@ PART = "parts/000/rank_00001.json"
 
 
 def save_all(rank: int, world_size: int, folder: Path) -> None:
-    for name, compression in (("plain", None), ("zstd", "zstd")):
-        state = layouts.build(world_size) | {"own": PerRank(torch.full((rank + 5, 3), 1.0))}
-        staging = Staging(compression=compression, file_bytes=8192, inner_bytes=256)
-        with Checkpointer(folder / name, staging=staging) as checkpointer:
-            checkpointer.save(state, 1)
+    state = layouts.build(world_size) | {"own": PerRank(torch.full((rank + 5, 3), 1.0))}
+    with AsyncCallsQueue() as queue:
+        for name, compression in (("plain", None), ("zstd", "zstd")):
+            staging = Staging(compression=compression, file_bytes=8192, inner_bytes=256)
+            with Checkpointer(folder / name, queue=queue, staging=staging) as checkpointer:
+                checkpointer.save(state, 1)
 
 
 @pytest.fixture(scope="session")
