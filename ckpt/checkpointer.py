@@ -207,8 +207,13 @@ class Checkpointer(Uncopied):
 
         A step that is a multiple of `save_every` is saved, with `metrics`, as by `async_save`; another one that is a
         multiple of `Snapshots.every` is kept in memory, as by `snapshot`. A save is a snapshot, too. Then does what
-        `maybe_finalize` does. Raises what these raise.
+        `maybe_finalize` does. Raises what these raise; ValueError if no step is ever due.
         """
+        if not self._parts.settings.has_schedule:
+            raise ValueError(
+                "step() would never save anything: give Checkpointer save_every=1000 or snapshots=10, or call "
+                "async_save(state, step) for the steps that are to be saved, and maybe_finalize() in each iteration"
+            )
         if self._parts.settings.saves(step):
             self.async_save(state, step, metrics=metrics)
         elif self._parts.settings.keeps(step):

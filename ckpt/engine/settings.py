@@ -68,6 +68,11 @@ class Settings:
             )
         return can if wanted is None else wanted
 
+    @property
+    def has_schedule(self) -> bool:
+        """Whether `Checkpointer.step` ever saves a step, or keeps it in memory."""
+        return self.save_every is not None or (self.snapshots is not None and self.snapshots.every is not None)
+
     def saves(self, step: int) -> bool:
         """Return whether `Checkpointer.step` saves a step."""
         return self.save_every is not None and step % self.save_every == 0

@@ -58,7 +58,7 @@ from ckpt.integrations.lightning_reading import (
     read,
     read_checkpoint,
     refuse_objects,
-    steps_of_names,
+    taken_steps,
     wait_for_newest,
 )
 
@@ -310,7 +310,8 @@ class _Directory:
         self._removals = [removal for removal in self._removals if removal[1] != path]
         earlier = read_name(path) if exists(path) else []
         if self._last is None:
-            self._last = max(self.checkpointer.all_steps() + steps_of_names(self._root), default=-1)
+            taken = taken_steps(self._root)  # before the published ones: a save that is published meanwhile is of those
+            self._last = max(self.checkpointer.all_steps() + taken, default=-1)
         step = max(global_step, self._last + 1)
         make_directory(self._root)
         write_name(path, [step, *earlier])

@@ -11,7 +11,7 @@ import os
 from ckpt import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.roots import is_object_url
+from ckpt.storage.roots import is_object_url, open_root
 from ckpt.storage.stores.interface import Store
 from ckpt.storage.stores.opening import open_store
 
@@ -25,6 +25,7 @@ __all__ = [
     "remove_name",
     "resolved",
     "root_of",
+    "undecided_steps",
     "write_name",
 ]
 
@@ -119,6 +120,11 @@ def names_in(root: str) -> list[str]:
     else:
         found = [os.path.join(root, name) for name in (os.listdir(root) if os.path.isdir(root) else ())]
     return sorted(place for place in found if place.endswith(_SUFFIX))
+
+
+def undecided_steps(root: str) -> list[int]:
+    """Return the steps of the saves in a root that are neither published nor abandoned."""
+    return [save.step for save in open_root(root).pending()]
 
 
 def _content(place: str) -> bytes:

@@ -17,7 +17,7 @@ import torch
 
 import ckpt
 from ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, PerRank, RngState, StateError
-from ckpt.integrations.lightning_names import is_link, located, names_in, read_name, resolved, root_of
+from ckpt.integrations.lightning_names import is_link, located, names_in, read_name, resolved, root_of, undecided_steps
 
 __all__ = [
     "Nothing",
@@ -26,7 +26,7 @@ __all__ = [
     "read",
     "read_checkpoint",
     "refuse_objects",
-    "steps_of_names",
+    "taken_steps",
     "wait_for_newest",
 ]
 
@@ -75,9 +75,13 @@ def _is_complete(place: str, published: list[int]) -> bool:
     return not set(_listed(place)).isdisjoint(published)
 
 
-def steps_of_names(root: str) -> list[int]:
-    """Return the steps that the names in a root list, published or not: another name must not get one of them."""
-    return [step for place in names_in(root) for step in _listed(place)]
+def taken_steps(root: str) -> list[int]:
+    """Return the steps of a root that a new name must not get, but those that are published already.
+
+    Those that names list, and those of saves that are not decided: another process may be about to publish one, also if
+    its name was removed.
+    """
+    return undecided_steps(root) + [step for place in names_in(root) for step in _listed(place)]
 
 
 def _listed(place: str) -> list[int]:

@@ -74,7 +74,7 @@ class MirrorProcess:
         self._fenced = 0  # jobs with this token and smaller ones do not own the mirror any more
         self._reported_s = -_REPORT_S
         self._facts: Facts = {}
-        self._kept: set[int] = set()  # steps that could not be removed
+        self._kept: set[int | str] = set()  # steps that could not be removed, and absent metrics
         self._helped: set[str] = set()  # saves of which this process has copied what its node has
 
     def take(self, due: Due) -> None:

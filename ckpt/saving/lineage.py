@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ __all__ = ["MAX_METRICS_BYTES", "Lineage", "checked_metrics", "own_versions"]
 MAX_METRICS_BYTES = 64 << 10
 """The largest size of the metrics of a step, as JSON."""
 
+_log = logging.getLogger("ckpt")
 _MAX_NESTING = 32
 _PACKAGE = "ckpt-inprocess"
 
@@ -50,17 +52,28 @@ def own_versions() -> dict[str, str]:
     return {"ckpt": own, "torch": str(torch.__version__)}
 
 
-def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_metrics(metrics: Mapping[str, Any] | None, warned: set[str]) -> dict[str, Any]:
     """Return a copy of the metrics of a save; empty if there are none.
 
-    StateError unless they are a dict of finite numbers, strings, bools, None, and lists and dicts of these, with keys
-    that are strings, of less than 64 KiB as JSON.
+    JSON has no nan and no infinity, so they become "NaN", "Infinity" and "-Infinity". That is logged once for each
+    name, which is entered in `warned`. StateError unless metrics are a dict of numbers, strings, bools, None, and lists
+    and dicts of these, with keys that are strings, of less than 64 KiB as JSON.
     """
     if metrics is None:
         return {}
     if not isinstance(metrics, dict):
         raise StateError(f"metrics must be a dict, not a {type(metrics).__name__}")
     _check(metrics, "metrics", 0)
+    finite = {name: _finite(value) for name, value in metrics.items()}
+    for name in metrics.keys() - warned:
+        if finite[name] != metrics[name]:
+            warned.add(name)
+            _log.warning(
+                "the metric %r has a value that is not finite: it is recorded as a string, and policies such as "
+                "ckpt.Best do not count it; is training still well?",
+                name,
+            )
+    metrics = finite
     data = canonical_json(metrics)
     if len(data) >= MAX_METRICS_BYTES:
         raise StateError(f"metrics have {len(data)} bytes as JSON, and may have {MAX_METRICS_BYTES - 1}")
@@ -78,14 +91,22 @@ def _check(value: Any, where: str, depth: int) -> None:
     elif isinstance(value, list):
         for number, item in enumerate(value):
             _check(item, f"{where}[{number}]", depth + 1)
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise StateError(f"{where} is {value}, which JSON does not have: leave it out, or give it as a string")
     elif isinstance(value, int):
         if not -(2**63) <= value < 2**64:
             raise StateError(f"{where} is an integer of more than 64 bits")
-    elif value is not None:
+    elif value is not None and not isinstance(value, float):
         _check_text(value, where)
+
+
+def _finite(value: Any) -> Any:
+    """Return a checked value with strings in place of the numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def _check_text(value: Any, where: str) -> None:

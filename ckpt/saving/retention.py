@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 
+_SHOWN = 8
 _log = logging.getLogger("ckpt")
 
 
@@ -224,18 +225,30 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """The steps that were removed, how many are left, and those that the storage did not let go, with the reason."""
+    """The steps that were removed, how many are left, and those that the storage did not let go, with the reason.
+
+    `absent`: the metrics that a policy is about, and no step has; `present` are those that the steps have.
+    """
 
     removed: tuple[int, ...] = ()
     left: int = 0
     failed: Mapping[int, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()
 
-    def warn(self, known: set[int], path: str) -> None:
-        """Log the steps of the root at `path` that could not be removed, but those that are `known` to be so."""
+    def warn(self, known: set[int | str], path: str) -> None:
+        """Log the steps of the root at `path` that could not be removed, and absent metrics, but those `known`."""
         for step in self.failed.keys() - known:
             _log.warning("step %d of %s cannot be removed, others are: %s", step, path, self.failed[step])
-        known.clear()
-        known.update(self.failed)
+        for metric in set(self.absent) - known:
+            _log.warning(
+                "keep has ckpt.Best(%r), and no step of %s has this metric, so it keeps none; %s",
+                metric,
+                path,
+                f"they have {', '.join(map(repr, self.present))}" if self.present else "give save(..., metrics=...)",
+            )
+        known.intersection_update({each for each in known if isinstance(each, str)})
+        known.update(self.failed, self.absent)
 
 
 def retain(
@@ -272,7 +285,15 @@ def retain(
     failed: dict[int, str] = {}
     reuse = plan if retention.reuse_files else None
     removed = root.retire_steps(superfluous, token, reuse, failed=failed) if superfluous else []
-    return Retained(tuple(removed), len(steps) - len(removed), failed)
+    return Retained(tuple(removed), len(steps) - len(removed), failed, *_metrics_of(retention.keep, known))
+
+
+def _metrics_of(keep: Keep, steps: Sequence[PublishedStep]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the metrics that `keep` is about and none of several steps has, and those that the steps have."""
+    present = sorted({name for each in steps for name in each.metrics})
+    wanted = [policy.metric for policy in _parts(keep) if isinstance(policy, Best)]
+    absent = [name for name in wanted if name not in present] if len(steps) > 1 else []
+    return tuple(absent), tuple(present[:_SHOWN])
 
 
 def _facts_of(root: Root, step: int, known: Facts) -> PublishedStep | None:

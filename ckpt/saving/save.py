@@ -116,6 +116,7 @@ class Saver:
         self._listening = False
         self._listen_at = 0.0
         self._listened_for: SaveId | None = None
+        self._not_finite: set[str] = set()  # names of metrics, of which a value was so
         self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
     @property
@@ -239,7 +240,9 @@ class Saver:
         observed = ObservedSave(step, self._ranks.rank, time.perf_counter() - begin, self._observed)
         try:
             prepared = self._prepared(state, self)
-            lineage = Lineage(current_restart_index(), checked_metrics(metrics), self._versions, mirror)
+            lineage = Lineage(
+                current_restart_index(), checked_metrics(metrics, self._not_finite), self._versions, mirror
+            )
             save = self._plans.save_id()
             assert save is not None
             self._seen = self._token = save.owner

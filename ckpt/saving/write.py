@@ -185,7 +185,7 @@ class ShareWriter:
         root, task = self.pending.root, self.task
         about = task.save.owner, task.save.step, self.plan.plan_digest, self._facts()
         retained = retain(root, task.options.retention, *about, held=task.held)
-        retained.warn(self._kept("failed removals", set[int]), task.root)
+        retained.warn(self._kept("failed removals", set[int | str]), task.root)
         if retained.removed:
             for report in StepsRemoved.reports(retained.left, list(retained.removed)):
                 self._report(report)

@@ -47,6 +47,10 @@ def local_path(path: str | os.PathLike[str]) -> str:
     StorageError for other URLs, and for one with a part that is not of the path.
     """
     text = os.fspath(path)
+    if not text.strip():
+        raise StorageError(
+            "the path of a checkpoint root is empty: is a variable not set? '.' is the current directory"
+        )
     if "://" not in text:
         return os.path.abspath(os.path.expanduser(text))
     url = urllib.parse.urlsplit(text)

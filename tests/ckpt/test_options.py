@@ -70,6 +70,33 @@ def test_short_forms_work(tmp_path: Path) -> None:
         assert reader.latest_step() == 8
 
 
+def test_a_schedule_that_never_saves_is_an_error(tmp_path: Path) -> None:
+    for snapshots in (None, ckpt.Snapshots()):
+        with ckpt.Checkpointer(tmp_path, snapshots=snapshots) as checkpointer:
+            with pytest.raises(ValueError, match=r"step\(\) would never save anything: give Checkpointer save_every"):
+                checkpointer.step({"w": torch.ones(3)}, 1)
+            checkpointer.save({"w": torch.ones(3)}, 1 if snapshots is None else 2)
+            assert checkpointer.maybe_finalize() == []
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_path_is_not_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: str
+) -> None:
+    """It is mostly that of a variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    for use in (
+        lambda: ckpt.Checkpointer(empty),
+        lambda: ckpt.Checkpointer("root", mirror=empty),
+        lambda: ckpt.Checkpointer("root", mirror="mirror", node_local=empty),
+        lambda: ckpt.load(empty),
+        lambda: ckpt.open(empty),
+    ):
+        with pytest.raises(ckpt.StorageError, match="is empty: is a variable not set"):
+            use()
+    ckpt.Checkpointer(".").close()
+
+
 def test_seconds_and_timedeltas_are_the_same(tmp_path: Path) -> None:
     assert ckpt.Snapshots(linger=90) == ckpt.Snapshots(linger=timedelta(seconds=90))
     assert ckpt.Snapshots(linger=0.25).linger == timedelta(seconds=0.25)

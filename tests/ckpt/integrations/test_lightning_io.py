@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.crash.killers import wait_until
+from tests.ckpt.storage.small_saves import SCENARIOS
 from tests.support import LeakCheck
 from tests.support.loads import newest_writer, stopped_until_a_load_waits
 
@@ -83,6 +85,16 @@ def test_saves_of_one_global_step_get_numbers_of_their_own(plugin: CkptIO, tmp_p
     plugin.teardown()
     assert steps(tmp_path) == [7, 8, 9]
     assert [number_of(read_checkpoint(tmp_path / name)) for name in ("a.ckpt", "last.ckpt", "b.ckpt")] == [7, 7, 8]
+
+
+def test_a_save_that_an_ended_job_left_has_its_number_also_without_its_name(plugin: CkptIO, tmp_path: Path) -> None:
+    """Whoever saves next publishes it, as it is complete."""
+    SCENARIOS["adoption"].prepare(tmp_path)
+    (left,) = CheckpointRoot(str(tmp_path)).pending()
+    plugin.save_checkpoint(checkpoint(left.step), tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert steps(tmp_path) == [1, left.step, left.step + 1]
+    assert number_of(read_checkpoint(tmp_path / "a.ckpt")) == left.step
 
 
 def test_a_name_that_is_saved_again_loses_its_old_step_when_the_new_one_is_published(

@@ -228,7 +228,7 @@ def test_a_step_that_cannot_be_renamed_is_skipped_and_named_once(
     root, token = _two_steps(tmp_path)
     for step in (3, 4):
         _publish(root, step, token)
-    known: set[int] = set()
+    known: set[int | str] = set()
     retention = Retention(Latest(1), reuse_files=reuse_files)
     for newest in (4, 5):
         with Syscalls().hooked(_refusing("step_00000002")):

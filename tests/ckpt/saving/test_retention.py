@@ -32,6 +32,16 @@ def _published_at(root: Path, step: int, seconds: float) -> None:
     os.utime(root / f"step_{step:08d}" / "zarr.json", (seconds, seconds))  # so that it is read again
 
 
+def test_a_metric_that_no_step_has_is_named_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer(tmp_path, keep=Latest(2) | Best("loss") | Best("val_loss")) as checkpointer:
+        for step in range(1, 5):
+            _save(checkpointer, step, val_loss=float(step))
+        assert checkpointer.all_steps() == [1, 3, 4]
+    said = capfd.readouterr().err
+    assert said.count("keep has ckpt.Best('loss'), and no step of") == said.count("ckpt.Best(") == 1, said
+    assert "they have 'val_loss'" in said
+
+
 def test_the_latest_and_every_multiple(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep=Latest(2) | Every(4)) as checkpointer:
         for step in range(1, 11):
