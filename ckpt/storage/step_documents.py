@@ -87,7 +87,7 @@ def _is_step(path: str) -> bool:
     found = sum(_is_seen(os.path.join(path, name)) for name in _OF_STEP)
     if PUBLISHED_STEP.fullmatch(os.path.basename(path)) is None:
         return found >= _FEW_OF_STEP
-    return found > 0 or _is_seen(os.path.join(os.path.dirname(path), ".owner"))
+    return found > 0 or any(_is_seen(os.path.join(os.path.dirname(path), name)) for name in (".owner", "records"))
 
 
 def _is_seen(path: str) -> bool:

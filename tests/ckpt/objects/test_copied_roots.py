@@ -191,6 +191,8 @@ def test_only_what_was_published_is_a_step(bucket: Bucket, tmp_path: Path) -> No
     _download(bucket.url, tmp_path / "copy")
     with ckpt.Checkpointer(tmp_path / "copy", read_only=True) as checkpointer:
         assert checkpointer.all_steps() == [1, 5]
+    with pytest.raises(ckpt.StorageError, match="is a step, not a checkpoint root"):
+        ckpt.Checkpointer(tmp_path / "copy/step_00000005")
     with ckpt.Checkpointer(tmp_path / "copy") as checkpointer:
         checkpointer.save(_state(6), 6)
         assert checkpointer.all_steps() == [1, 5, 6]
