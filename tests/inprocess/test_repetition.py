@@ -153,7 +153,7 @@ def test_what_makes_progress_goes_on_at_once() -> None:
 
 def test_a_hang_that_comes_back_ends_the_job() -> None:
     def main(rank: int, world_size: int) -> Any:
-        @Wrapper(**{**SHORT, **seconds(soft_timeout=0.5)}, max_same_faults=2)
+        @Wrapper(**{**SHORT, **seconds(soft_timeout=1.5)}, max_same_faults=2)
         def train() -> None:
             if rank == 0:
                 threading.Event().wait(60)
