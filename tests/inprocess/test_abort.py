@@ -32,6 +32,7 @@ from inprocess.unblock.stores import interruptible_store_connections
 from tests.ckpt.crash.killers import wait_until
 from tests.inprocess.gloo_ranks import AborterThread, Meeting, OtherConnection, holdings, settled_holdings, state
 from tests.support import launch_ranks, run_ranks
+from tests.support.template import quick_python
 
 FREED_WITHIN_S = 0.5
 STUCK = 3  # the rank that never comes, of four
@@ -223,7 +224,7 @@ def test_waits_are_not_watched_if_they_are_not_as_expected(tmp_path: Path) -> No
         ("_WAITS", ("_Z4recv", "_Z4send")),
     ):
         code = textwrap.dedent(script.format(name=name, value=value))
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+        subprocess.run([quick_python(), "-c", code], check=True, timeout=50)
 
 
 def waiting_for_ranks_that_do_not_come(rank: int, world_size: int, folder: str) -> list[float]:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from inprocess import CallWrapper, Wrapper
-from tests.inprocess.restarting import SHORT, logged
+from tests.inprocess.restarting import PATIENT, logged
 from tests.support import rank_values
 
 
 @pytest.mark.parametrize("kind", ["bytecode", "without hang protection"])
 def test_a_rank_that_exports_for_longer_is_waited_for(kind: str) -> None:
     def main(rank: int, world_size: int, kind: str) -> Any:
-        @Wrapper(**SHORT, completion_timeout=timedelta(seconds=0.5))
+        @Wrapper(**PATIENT, completion_timeout=timedelta(seconds=0.5))
         def train(call: CallWrapper | None = None) -> int:
             assert call is not None
             if rank == 0 and kind == "bytecode":

@@ -26,6 +26,7 @@ from inprocess.exception import BarrierTimeout, StaleViewError, StoreLostError
 from inprocess.joining import Newcomer, Place, newcomer_from_environment
 from inprocess.store import FileStore, PrefixStore
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
+from tests.support.selection import FULL
 
 LONG_S, CHUNK_S = 20.0, 0.02
 
@@ -42,7 +43,15 @@ def etcd() -> Iterator[Etcd]:
         yield etcd
 
 
-@pytest.fixture(params=["server", "file", pytest.param("etcd", marks=needs_etcd)])
+_STORES = ["server", "file", pytest.param("etcd", marks=needs_etcd)]
+
+# For tests that wait several times: a wait in a file lasts a second at least.
+quick = pytest.mark.parametrize(
+    "open_store", _STORES if FULL else [store for store in _STORES if store != "file"], indirect=True
+)
+
+
+@pytest.fixture(params=_STORES)
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     if request.param == "etcd":
         cluster = EtcdCluster(tuple(request.getfixturevalue("etcd").endpoints))
@@ -183,6 +192,7 @@ def test_who_is_absent_without_progress_is_given_up_not_who_waits(open_store: Op
     assert agreements[0].wait_roster(10, LONG_S) == Roster(frozenset({1}), frozenset({11}))
 
 
+@quick
 def test_who_makes_progress_is_waited_for(
     open_store: Open, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,6 +217,7 @@ def test_who_makes_progress_is_waited_for(
     assert "longer than completion_timeout=0.1 s: it still makes progress" in caplog.text
 
 
+@quick
 def test_at_the_end_of_an_iteration_progress_is_not_waited_for_indefinitely(open_store: Open) -> None:
     agreements = three(open_store)
     agreements[0].interrupt(record(0))
@@ -219,6 +230,7 @@ def test_at_the_end_of_an_iteration_progress_is_not_waited_for_indefinitely(open
     assert time.monotonic() - began > 1.0
 
 
+@quick
 def test_who_was_absent_comes_while_it_is_given_up(open_store: Open) -> None:
     agreements = three(open_store)
     agreements[0].interrupt(record(0))
@@ -374,6 +386,7 @@ def test_a_rank_that_vanished_before_it_had_a_name(open_store: Open) -> None:
     assert agreements[2].wait_roster(12, LONG_S) == Roster(frozenset({1}), frozenset({-2}))
 
 
+@quick
 def test_another_one_closes_the_roster_and_goes_on_meanwhile(open_store: Open) -> None:
     """The last one to arrive is about to write the roster; another one, which looks just then, does it and goes on."""
     agreements = three(open_store)
@@ -386,6 +399,7 @@ def test_another_one_closes_the_roster_and_goes_on_meanwhile(open_store: Open) -
     assert last.wait_roster(12, LONG_S) == Roster(frozenset(), frozenset())
 
 
+@quick
 def test_the_roster_before_is_deleted_while_the_last_one_reads_it(open_store: Open) -> None:
     end(three(open_store))
     agreements = [Agreement(open_store(1), 1, 3) for _ in range(3)]
@@ -471,6 +485,7 @@ def test_a_newcomer_is_not_needed_when_the_job_completes(open_store: Open, pool:
     assert waiting.result(LONG_S) is None
 
 
+@quick
 def test_a_newcomer_does_not_wait_for_a_job_that_is_gone(open_store: Open) -> None:
     three(open_store)[0].store.set("heartbeat/0", "1")
     newcomer = Newcomer(20, None)
@@ -618,6 +633,7 @@ def test_a_thousand_reports_make_a_short_reason(guarded: Open) -> None:
     assert [len(each.detail) for each in records[:2]] == [3000, 0]  # the first of each kind is shown
 
 
+@quick
 def test_one_rank_of_those_who_waited_long_enough_decides_the_reason(open_store: Open) -> None:
     agreements = three(open_store)
     agreements[0].interrupt(replace(record(0), detail="where"))

@@ -133,7 +133,7 @@ def test_each_restart_of_a_job_is_one_line(tmp_path: Path) -> None:
     assert "in train" in reason["detail"]
     assert 'raise ValueError("the fault")' in reason["detail"]
     (reason,) = hang["reasons"]
-    assert reason["summary"].startswith("no progress for 1.")
+    assert reason["summary"].startswith("no progress for ")
     assert "Thread MainThread" in reason["detail"]
     assert "time.sleep(60)" in reason["detail"]
     (reason,) = death["reasons"]
@@ -155,7 +155,7 @@ def test_each_restart_of_a_job_is_one_line(tmp_path: Path) -> None:
 
 def test_a_rank_that_holds_the_interpreter_is_killed_and_its_stacks_are_kept(tmp_path: Path) -> None:
     def main(rank: int, world_size: int) -> Any:
-        limits = {**SHORT, **seconds(soft_timeout=0.5, hard_timeout=1.0, termination_grace_time=0.1)}
+        limits = {**SHORT, **seconds(soft_timeout=2.5, hard_timeout=3.5, termination_grace_time=0.1)}
 
         @Wrapper(monitor_process_logfile=tmp_path / "rank_{rank}.log", **limits)
         def train(call: CallWrapper | None = None) -> Any:
@@ -184,7 +184,7 @@ def test_every_rank_sees_where_a_rank_hangs_that_holds_the_interpreter_and_lets_
     """At the soft limit: the rank is restarted with the others, not killed."""
 
     def main(rank: int, world_size: int) -> Any:
-        limits = {**SHORT, **seconds(soft_timeout=1.0, hard_timeout=20.0)}
+        limits = {**SHORT, **seconds(soft_timeout=2.5, hard_timeout=20.0)}
 
         @Wrapper(monitor_process_logfile=tmp_path / "rank_{rank}.log", **limits)
         def train(call: CallWrapper | None = None) -> Any:
@@ -196,7 +196,7 @@ def test_every_rank_sees_where_a_rank_hangs_that_holds_the_interpreter_and_lets_
             return [(r.rank, r.interruption.name, r.detail) for r in call.state.interruptions]
 
         def holds_the_interpreter() -> None:
-            ctypes.PyDLL(None).sleep(3)
+            ctypes.PyDLL(None).sleep(4)
 
         return train()
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from inprocess import CallWrapper, Wrapper
 from inprocess.old_threads import OldThreads
-from tests.inprocess.restarting import SHORT, logged
+from tests.inprocess.restarting import PATIENT, logged
 from tests.support import rank_values
 
 _LONG_S = 40.0
@@ -70,7 +70,7 @@ def test_a_thread_of_an_old_iteration_takes_part_in_no_collective(use: Callable[
 
         thread = threading.Thread(target=goes_on, name="goes on", daemon=True)
 
-        @Wrapper(**SHORT)
+        @Wrapper(**PATIENT)
         def train(call: CallWrapper | None = None) -> Any:
             assert call is not None
             dist.init_process_group("gloo")
@@ -113,7 +113,7 @@ def test_threads_can_be_refused() -> None:
     def main(rank: int, world_size: int) -> Any:
         go = threading.Event()
 
-        @Wrapper(threads="error", **SHORT)
+        @Wrapper(threads="error", **PATIENT)
         def train(call: CallWrapper | None = None) -> int:
             assert call is not None
             if call.iteration == 0:
@@ -145,7 +145,7 @@ def test_threads_that_end_with_the_function_are_not_named() -> None:
 
         Monitor.run.__module__ = "tqdm._monitor"
 
-        @Wrapper(**SHORT)
+        @Wrapper(**PATIENT)
         def train(call: CallWrapper | None = None) -> None:
             assert call is not None
             over = threading.Event()

@@ -194,7 +194,7 @@ def test_an_iteration_of_more_than_an_hour_is_progress_by_the_time_that_has_pass
 
 def test_a_hang_that_comes_back_ends_the_job() -> None:
     def main(rank: int, world_size: int) -> Any:
-        @Wrapper(**{**SHORT, **seconds(soft_timeout=0.5)}, max_same_faults=2)
+        @Wrapper(**{**SHORT, **seconds(soft_timeout=1.5)}, max_same_faults=2)
         def train() -> None:
             if rank == 0:
                 threading.Event().wait(60)

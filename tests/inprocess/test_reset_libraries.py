@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 
 from inprocess import CallWrapper, Wrapper, process_state
-from tests.inprocess.restarting import SHORT, logged, seconds
+from tests.inprocess.restarting import PATIENT, logged
 from tests.support import rank_values, run_ranks
-
-PATIENT = {**SHORT, **seconds(soft_timeout=30.0, hard_timeout=40.0)}
 
 
 def _needs(library: str) -> None:

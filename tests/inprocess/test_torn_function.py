@@ -18,7 +18,7 @@ import pytest
 from inprocess import CallWrapper, FrozenState, Wrapper
 from inprocess.deferred_log import DeferredLog
 from inprocess.exception import RestartAbort
-from tests.inprocess.restarting import SHORT, logged
+from tests.inprocess.restarting import PATIENT, logged
 from tests.support import LeakCheck, rank_values
 
 
@@ -74,7 +74,7 @@ def test_ctrl_c_while_a_fault_is_handled_ends_the_call_and_nothing_is_thrown_lat
             interrupted.wait(20)
             return state
 
-        @Wrapper(abort=abort, **SHORT)
+        @Wrapper(abort=abort, **PATIENT)
         def train() -> None:
             raise ValueError("fault")
 
@@ -103,7 +103,7 @@ def test_an_abort_hook_can_make_its_rank_leave(kind: type[BaseException]) -> Non
                 raise kind("enough")
             return state
 
-        @Wrapper(abort=abort, **SHORT)
+        @Wrapper(abort=abort, **PATIENT)
         def train(call: CallWrapper | None = None) -> int:
             assert call is not None
             if call.iteration == 0 and rank == 0:
@@ -122,7 +122,7 @@ def test_an_abort_hook_can_make_its_rank_leave(kind: type[BaseException]) -> Non
 
 def test_text_that_is_not_unicode_is_a_fault_like_any_other() -> None:
     def main(rank: int, world_size: int) -> Any:
-        @Wrapper(**SHORT)
+        @Wrapper(**PATIENT)
         def train(call: CallWrapper | None = None) -> int:
             assert call is not None
             if call.iteration == 0:
@@ -142,7 +142,7 @@ def test_a_log_that_no_process_reads_does_not_hold_up_a_restart() -> None:
         handler = logging.StreamHandler(os.fdopen(write, "w", buffering=1))
         logging.getLogger().addHandler(handler)
 
-        @Wrapper(**SHORT)
+        @Wrapper(**PATIENT)
         def train(call: CallWrapper | None = None) -> tuple[int, bool]:
             assert call is not None
             if call.iteration == 0 and rank == 0:
@@ -172,7 +172,7 @@ def test_errors_of_signal_handlers_in_the_restart_itself_are_logged() -> None:
             signal.raise_signal(signal.SIGUSR1)
             return state
 
-        @Wrapper(finalize=again, health_check=lambda state: again(state) if state.fn_exception else state, **SHORT)
+        @Wrapper(finalize=again, health_check=lambda state: again(state) if state.fn_exception else state, **PATIENT)
         def train(call: CallWrapper | None = None) -> int:
             assert call is not None
             if call.iteration == 0:

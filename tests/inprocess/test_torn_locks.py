@@ -17,7 +17,7 @@ import pytest
 
 from inprocess import CallWrapper, Wrapper
 from inprocess.torn_locks import release_torn_locks, used_locks
-from tests.inprocess.restarting import SHORT, logged
+from tests.inprocess.restarting import PATIENT, logged
 from tests.support import LeakCheck, rank_values
 
 ITEMS: queue.Queue[int] = queue.Queue()
@@ -44,7 +44,7 @@ def test_the_next_iteration_can_use_a_queue_that_the_last_one_has_left_locked() 
     def main(rank: int, world_size: int) -> Any:
         items: queue.Queue[int] = queue.Queue()
 
-        @Wrapper(**SHORT)
+        @Wrapper(**PATIENT)
         def train(call: CallWrapper | None = None) -> int:
             assert call is not None
             if call.iteration == 0:

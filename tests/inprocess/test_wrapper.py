@@ -215,14 +215,13 @@ def test_one_wrapper_many_functions_many_calls_nothing_left() -> None:
         results += [first(0), second(0)]
         before = threading.active_count()
         leaks = LeakCheck()
-        for n in range(1, 3):
-            results += [first(n), second(n)]
+        results += [first(1), second(1)]
         leaks.check()
         return results, before, gc.get_freeze_count() - frozen, os.environ["RANK"]
 
     for rank, (results, threads, frozen, variable) in enumerate(rank_values(main, 2)):
-        assert results[::2] == [(n, 2, (str(rank), "2")) for n in range(3)]
-        assert results[1::2] == [0, -1, -2]
+        assert results[::2] == [(n, 2, (str(rank), "2")) for n in range(2)]
+        assert results[1::2] == [0, -1]
         assert threads == 1
         assert frozen == 0
         assert variable == str(rank)
@@ -310,7 +309,7 @@ def test_a_rank_whose_abort_hook_hangs_is_killed_at_the_hard_limit() -> None:
                 threading.Event().wait()
             return state
 
-        limits = {**SHORT, **seconds(hard_timeout=2.0, termination_grace_time=0.1)}
+        limits = {**SHORT, **seconds(hard_timeout=3.5, termination_grace_time=0.1)}
 
         @Wrapper(abort=hangs, **limits)
         def train(call: CallWrapper | None = None) -> int | None:
@@ -556,7 +555,7 @@ def test_who_swallows_the_exception_is_named_and_gets_it_again() -> None:
 
 def test_who_swallows_it_for_ever_is_killed() -> None:
     def main(rank: int, world_size: int) -> Any:
-        @Wrapper(**{**SHORT, **seconds(soft_timeout=0.5, hard_timeout=1.5)})
+        @Wrapper(**{**SHORT, **seconds(hard_timeout=3.5)})
         def train(call: CallWrapper | None = None) -> Any:
             assert call is not None
             if rank == 0:
@@ -602,11 +601,11 @@ def test_a_hang_is_ended_and_its_rank_goes_on() -> None:
 
 def test_hang_protection_can_be_switched_off() -> None:
     def main(rank: int, world_size: int) -> Any:
-        @Wrapper(**{**SHORT, **seconds(soft_timeout=0.5, hard_timeout=1.0)})
+        @Wrapper(**{**SHORT, **seconds(soft_timeout=2.0, hard_timeout=2.5)})
         def train(call: CallWrapper | None = None) -> int:
             assert call is not None
             with call.disable_hang_protection(), call.disable_hang_protection():
-                time.sleep(1.5)
+                time.sleep(3.5)
             time.sleep(0.1)
             return call.iteration
 

@@ -34,7 +34,7 @@ from tests.support import run_ranks
 pytestmark = needs_etcd
 
 LONG = timedelta(seconds=40)
-SHORT = timedelta(seconds=4)
+SHORT = timedelta(seconds=2)  # the patience of a client that is to lose its store
 
 Connect = Callable[..., EtcdClient]
 
@@ -54,7 +54,7 @@ def job() -> str:
 def connect(etcd: Etcd, job: str) -> Iterator[Connect]:
     with contextlib.ExitStack() as stack:
 
-        def connect(cluster: EtcdCluster | None = None, patience: timedelta = SHORT) -> EtcdClient:
+        def connect(cluster: EtcdCluster | None = None, patience: timedelta = LONG) -> EtcdClient:
             target = cluster or EtcdCluster(tuple(etcd.endpoints))
             return stack.enter_context(EtcdClient(target, job, timeout=LONG, patience=patience))
 
@@ -75,6 +75,12 @@ def relay(etcd: Etcd) -> Iterator[Relay]:
 
 def through(relay: Relay) -> EtcdCluster:
     return EtcdCluster((f"http://127.0.0.1:{relay.access.port}",))
+
+
+@pytest.fixture
+def _checked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets waits that no event ends look again, also for the loss of the store, after half a second instead of 5 s."""
+    monkeypatch.setattr("inprocess.coordination.etcd._CHECK_S", 0.5)
 
 
 @pytest.fixture
@@ -201,6 +207,7 @@ def test_a_wait_ends_as_soon_as_the_view_is_old(client: EtcdClient, pool: Thread
         assert isinstance(each.exception(20), StaleViewError)
 
 
+@pytest.mark.usefixtures("_checked_often")
 def test_a_wait_for_a_size_ends_although_nobody_says_so(client: EtcdClient, pool: ThreadPoolExecutor) -> None:
     """Whoever makes a set large enough may die before it says so; the wait looks again by itself."""
     waiting = pool.submit(client.wait_size, "set", 1, LONG)
@@ -234,6 +241,7 @@ def test_the_loss_of_a_minority_costs_nothing(tmp_path: Path, pool: ThreadPoolEx
             client.close()
 
 
+@pytest.mark.usefixtures("_checked_often")
 def test_without_a_quorum_the_store_is_lost_for_good(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     with (
         Etcd(tmp_path, 3) as etcd,
@@ -283,6 +291,7 @@ def small_etcd(tmp_path: Path) -> Iterator[Etcd]:
         yield etcd
 
 
+@pytest.mark.usefixtures("_checked_often")
 def test_a_full_cluster_is_lost_also_for_a_process_that_only_reads(small_etcd: Etcd, pool: ThreadPoolExecutor) -> None:
     cluster = EtcdCluster(tuple(small_etcd.endpoints))
     with (
@@ -292,7 +301,7 @@ def test_a_full_cluster_is_lost_also_for_a_process_that_only_reads(small_etcd: E
         waiting = pool.submit(reading.wait, ["absent"], LONG)
         fill(small_etcd.endpoints)
         with pytest.raises(
-            StoreLostError, match=r"has refused changes for 4 s: .*space exceeded.*etcdctl alarm disarm"
+            StoreLostError, match=r"has refused changes for 2 s: .*space exceeded.*etcdctl alarm disarm"
         ):
             client.set("key", "x")
         assert isinstance(waiting.exception(20), StoreLostError)
@@ -322,7 +331,7 @@ def test_a_fault_that_cannot_be_reported_ends_the_job(small_etcd: Etcd, fault: s
         @Wrapper(
             store_factory=EtcdStore,
             store_kwargs={"endpoints": url},
-            heartbeat_timeout=SHORT,
+            heartbeat_timeout=timedelta(seconds=4),
             heartbeat_interval=timedelta(seconds=0.5),
         )
         def train() -> None:
@@ -342,19 +351,22 @@ def test_a_fault_that_cannot_be_reported_ends_the_job(small_etcd: Etcd, fault: s
         assert "space exceeded" in result.stderr or (result.rank, fault) == (1, "dies")
 
 
-def test_without_its_lease_the_store_is_lost(client: EtcdClient, pool: ThreadPoolExecutor) -> None:
+@pytest.mark.usefixtures("_checked_often")
+def test_without_its_lease_the_store_is_lost(connect: Connect, pool: ThreadPoolExecutor) -> None:
     """Everything in it was deleted: what is written afterwards would be another store."""
+    client = connect(patience=SHORT)
     waiting = pool.submit(client.wait, ["absent"], LONG)
     post(client, "/v3/lease/revoke", ID=str(client._lease))
     failure = waiting.exception(30)
     assert isinstance(failure, StoreLostError)
-    assert "for 4 s, no change was possible: the lease of job" in str(failure)
+    assert "for 2 s, no change was possible: the lease of job" in str(failure)
 
 
+@pytest.mark.usefixtures("_checked_often")
 def test_without_the_permission_to_write_the_store_is_lost(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     with (
         Etcd(tmp_path) as etcd,
-        EtcdClient(EtcdCluster(tuple(etcd.endpoints)), "administration", patience=SHORT) as admin,
+        EtcdClient(EtcdCluster(tuple(etcd.endpoints)), "administration", patience=LONG) as admin,
     ):
         for name in ("root", "worker"):
             post(admin, "/v3/auth/user/add", name=name, password="secret")
@@ -366,7 +378,7 @@ def test_without_the_permission_to_write_the_store_is_lost(tmp_path: Path, pool:
             name: EtcdCluster(tuple(etcd.endpoints), user=name, password="secret") for name in ("root", "worker")
         }
         with (
-            EtcdClient(clusters["root"], "job", patience=SHORT) as root,
+            EtcdClient(clusters["root"], "job", patience=LONG) as root,
             EtcdClient(clusters["worker"], "job", patience=SHORT) as client,
         ):
             waiting = pool.submit(client.wait, ["absent"], LONG)
@@ -375,7 +387,7 @@ def test_without_the_permission_to_write_the_store_is_lost(tmp_path: Path, pool:
                 client.set("key", "x")
             failure = waiting.exception(30)
             assert isinstance(failure, StoreLostError)
-            assert "for 4 s, no change was possible: etcd refuses /v3/kv/txn" in str(failure)
+            assert "for 2 s, no change was possible: etcd refuses /v3/kv/txn" in str(failure)
 
 
 def test_nobody_there(job: str) -> None:

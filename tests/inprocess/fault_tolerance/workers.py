@@ -32,9 +32,9 @@ client = RankMonitorClient()
 class Worker:
     """A process with a client, which runs a script. Its `wait()` returns at each `go()`."""
 
-    def __init__(self, script: str, path: str, env: dict[str, str]) -> None:
+    def __init__(self, script: str, path: str, env: dict[str, str], python: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _PROLOGUE + textwrap.dedent(script)],
+            [python, "-c", _PROLOGUE + textwrap.dedent(script)],
             env={
                 **os.environ,
                 "PYTHONPATH": str(REPOSITORY),
@@ -104,8 +104,8 @@ class Node:
         self._stack.callback(handle.close)
         return handle
 
-    def worker(self, script: str, **env: str) -> Worker:
-        worker = Worker(script, self.path, env)
+    def worker(self, script: str, *, python: str = sys.executable, **env: str) -> Worker:
+        worker = Worker(script, self.path, env, python)
         self._stack.callback(worker.close)
         return worker
 

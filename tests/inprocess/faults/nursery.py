@@ -12,6 +12,7 @@ Ranks die with the nursery, which ends when the tests close their end.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -81,10 +82,14 @@ def main(entry: str, orders: TextIO, answers: TextIO) -> None:
     """Fork and reap as ordered."""
     import torch.distributed  # noqa: F401
 
-    import inprocess  # noqa: F401
+    import inprocess.store
+    import inprocess.wrap  # noqa: F401
 
     module, _, name = entry.partition(":")
     live: Callable[..., int] = getattr(importlib.import_module(module), name)
+    # A collection in a rank would otherwise look at, and so copy, every object of torch.
+    gc.collect()
+    gc.freeze()
     for line in orders:
         order = json.loads(line)
         if "reap" in order:

@@ -31,14 +31,14 @@ BARRIER_TIMEOUT_S = 10.0
 STRIKE_SIGNAL = signal.SIGUSR1
 
 
-def timeouts() -> dict[str, Any]:
-    """Short, but long enough for a machine that is busy with other things."""
+def timeouts(ends_the_job: bool = False) -> dict[str, Any]:
+    """Short, but long enough for a machine that is busy with other things. A job that ends waits for its barrier."""
     seconds = {
         "soft_timeout": SOFT_TIMEOUT_S,
         "hard_timeout": HARD_TIMEOUT_S,
         "heartbeat_interval": 0.25,
         "heartbeat_timeout": HEARTBEAT_TIMEOUT_S,
-        "barrier_timeout": BARRIER_TIMEOUT_S,
+        "barrier_timeout": BARRIER_TIMEOUT_S / 2 if ends_the_job else BARRIER_TIMEOUT_S,
         "completion_timeout": BARRIER_TIMEOUT_S,
         "last_call_wait": 0.2,
         "termination_grace_time": 0.5,
@@ -214,7 +214,8 @@ def _minute() -> timedelta:
 
 def run_cell(name: str, journal: Journal) -> object:
     """Return what the wrapped function returned; raises what the wrapper raises."""
-    actor = Actor(cell_named(name), journal)
+    cell = cell_named(name)
+    actor = Actor(cell, journal)
 
     class Store(TCPStore):
         def reentrant_barrier(self, ranks: Any, group_name: str, *rest: Any, **more: Any) -> None:
@@ -240,7 +241,7 @@ def run_cell(name: str, journal: Journal) -> object:
         rank_assignment=Assignment(),
         monitor_process_logfile=str(journal.folder / "monitor_{rank}.log"),
         monitor_process_pidfile=str(journal.folder / "monitor_{rank}.pid"),
-        **timeouts(),
+        **timeouts(cell.ends_the_job),
         **UNBOUNDED,
     )
     return wrapper(function)()

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+import tests.inprocess.faults.long_programs
+import tests.inprocess.faults.program  # noqa: F401 - here, they are imported before the first fork
 from tests.inprocess.faults.events import Journal
 
 __all__ = ["live", "redirect"]

@@ -9,13 +9,13 @@ from tests.inprocess.faults.checks import check_guarantees, ranks_in
 from tests.inprocess.faults.events import wait_until
 from tests.inprocess.faults.job import Job
 from tests.inprocess.faults.nursery import Nursery
-from tests.support.selection import FULL
+from tests.support.selection import FULL, full_only
 
 _PROGRAMS = "tests.inprocess.faults.long_programs"
-_RESTARTS = 100 if FULL else 40
+_RESTARTS = 100 if FULL else 20
 _MEMORY_KB = 6 << 10  # four fifths of the restarts may cost this much
 _MAPPINGS = 16  # arenas of malloc come and go
-_CROWD = 64 if FULL else 24
+_CROWD = 64 if FULL else 14
 _DEAD = [0, 1, 8, _CROWD - 4]
 
 
@@ -58,8 +58,15 @@ def test_many_ranks(nursery: Nursery, tmp_path: Path) -> None:
         job.check_no_process_left(20.0)
 
 
-@pytest.mark.parametrize("victims", ["rank 0, twice", "the host, twice"])
-@pytest.mark.parametrize("when", ["function", "restart"])
+@pytest.mark.parametrize(
+    ("when", "victims"),
+    [
+        ("function", "the host, twice"),
+        ("restart", "rank 0, twice"),
+        pytest.param("function", "rank 0, twice", marks=full_only),
+        pytest.param("restart", "the host, twice", marks=full_only),
+    ],
+)
 def test_the_process_that_hosts_the_store_dies_twice(nursery: Nursery, tmp_path: Path, when: str, victims: str) -> None:
     """The monitor process of rank 0, then the one that replaces it; or the host of the store, then the next host."""
     with Job(nursery, tmp_path, f"{_PROGRAMS}:serve", [when], 4) as job:

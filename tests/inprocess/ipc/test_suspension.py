@@ -102,7 +102,7 @@ def work():
 thread = JoinableThread(work, "works")
 print("joining", flush=True)
 thread.start()
-thread.join(4.0)
+thread.join(3.0)
 print("gave up" if thread.is_alive() else "ended", flush=True)
 """
 
@@ -115,7 +115,7 @@ def test_a_thread_is_not_given_up_because_the_process_was_stopped() -> None:
         os.kill(process.pid, signal.SIGSTOP)
         try:
             with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(4.5)
+                process.wait(3.5)
         finally:
             os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.read() == "ended\n"

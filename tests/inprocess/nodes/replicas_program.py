@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,8 @@ from tests.inprocess.nodes.program import Options
 
 __all__ = ["Began", "began", "train"]
 
-FLOATS = 200_000
+FLOATS = 50_000
+_STEP_S = 0.01  # the ranks are not to take all of the machine
 _PAUSE, _STOP = 1, 2
 
 
@@ -103,6 +105,7 @@ def train(journal: Journal, active: int, options: dict[str, Any]) -> None:
                 step = (step or 0) + 1
                 train_step(state, step)
                 checkpointer.step(state, step)
+                time.sleep(_STEP_S)
             elif paused_at != step:
                 paused_at = step
                 journal.note(f"paused at {step}", call.iteration, rank, world_size)

@@ -18,7 +18,7 @@ from tests.inprocess.nodes.play import play
 from tests.inprocess.nodes.schedules import schedule
 
 _FIRST = int(os.environ.get("NODES_SEED", "0"))
-_COUNT = int(os.environ.get("NODES_SCHEDULES", "2"))
+_COUNT = int(os.environ.get("NODES_SCHEDULES", "1"))
 
 
 @pytest.mark.timeout(180)

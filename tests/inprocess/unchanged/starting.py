@@ -177,10 +177,11 @@ def _commands(program: Path, way: Way, ranks: int) -> list[tuple[list[str], dict
         own = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         return [([*python, str(program)], variables) for variables in own]
     options = ["--standalone", f"--nproc-per-node={ranks}"]
+    workers = {"PYTHON_EXEC": quick_python()}
     if way is Way.TORCHRUN:
-        return [([*python, "-m", "torch.distributed.run", *options, str(program)], {"PYTHON_EXEC": quick_python()})]
+        return [([*python, "-m", "torch.distributed.run", *options, str(program)], workers)]
     options += ["--ft-restart-policy=in-process", "--max-restarts=0"]
-    return [([*python, "-m", "tools.ckpt_launcher", *options, str(program)], {})]
+    return [([*python, "-m", "tools.ckpt_launcher", *options, str(program)], workers)]
 
 
 def _marked(marker: str) -> list[psutil.Process]:
