@@ -454,51 +454,40 @@ def test_what_the_queue_refuses_takes_no_slot(tmp_path: Path) -> None:
                 checkpointer.async_save(_state(1.0), step)
 
 
-_INTERRUPTED = """
-import os, signal, sys, threading, time
-import torch, ckpt
-from tests.ckpt.async_calls import functions
-from tests.ckpt.async_calls.functions import Gate
-from pathlib import Path
-
-where, folder = sys.argv[1], Path(sys.argv[2])
-state = {"w": torch.ones(1 << 20)}
-gate = Gate(folder / "gate.entered", folder / "gate.leave")
-try:
-    with ckpt.Checkpointer(folder / "root", staging=ckpt.Staging(slots=1)) as checkpointer:
-        checkpointer.restore(state)
-        checkpointer.save(state, 1)
-        checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
-        gate.wait_entered()
-        checkpointer.async_save(state, 2)
-        os.write(1, b"there\\n")
-        if where == "async_save":
-            checkpointer.async_save(state, 3)
-        elif where == "maybe_finalize":
-            checkpointer.maybe_finalize(blocking=True)
-        elif where == "close":
-            checkpointer.close()
-        else:
-            for _ in range(3000):  # in short steps: a signal that comes just before the wait does not end the wait
-                time.sleep(0.01)
-except KeyboardInterrupt:
+def _interrupted(rank: int, world_size: int, folder: Path, gate: Gate, where: str) -> None:
+    state = {"w": torch.ones(1 << 20)}
+    with contextlib.suppress(KeyboardInterrupt):
+        with ckpt.Checkpointer(folder / "root", staging=ckpt.Staging(slots=1)) as checkpointer:
+            checkpointer.restore(state)
+            checkpointer.save(state, 1)
+            checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
+            gate.wait_entered()
+            checkpointer.async_save(state, 2)
+            os.write(1, b"there\n")
+            if where == "async_save":
+                checkpointer.async_save(state, 3)
+            elif where == "maybe_finalize":
+                checkpointer.maybe_finalize(blocking=True)
+            elif where == "close":
+                checkpointer.close()
+            else:
+                for _ in range(3000):  # in short steps: a signal that comes just before the wait does not end the wait
+                    time.sleep(0.01)
+        raise AssertionError("not interrupted")
     print("interrupted", flush=True)
-"""
 
 
 @pytest.mark.parametrize("where", ["async_save", "maybe_finalize", "close", "training"])
 def test_ctrl_c_leaves_nothing_and_loses_nothing(tmp_path: Path, where: str) -> None:
     """To the whole process group, as a terminal does. What was staged is written and published all the same."""
-    script = tmp_path / "script.py"
-    script.write_text(_INTERRUPTED)
     gate = Gate.create(tmp_path)
-    with launch_ranks(script, 1, where, tmp_path) as group:
+    with launch_ranks(_interrupted, 1, tmp_path, gate, where, init_process_group=False) as group:
         group.wait_for_output(0, "^there\n")
         os.killpg(group.pid(0), signal.SIGINT)
-        group.wait_for_output(0, "^interrupted", timeout=10)
+        group.wait_for_output(0, "^interrupted")
         gate.open()
-        group.wait(10)
-        group.wait_for_no_survivors(10)
+        group.wait(30)
+        group.wait_for_no_survivors(30)
     assert CheckpointRoot(str(tmp_path / "root")).steps() == [1, 2]
 
 
