@@ -64,8 +64,11 @@ def test_nobody_goes_on_before_the_last_one_comes() -> None:
 
 def test_who_does_not_come_is_named_and_is_in_time_for_the_next_round() -> None:
     store = dist.HashStore()
+    second = _Watched(store)
     with ThreadPoolExecutor(2) as pool:
-        early = [pool.submit(meet, store, rank, 4, _SHORT_S) for rank in (0, 2)]
+        early = [pool.submit(meet, second, 2, 4, _LONG_S)]
+        assert second.waits.wait(_LONG_S)
+        early.append(pool.submit(meet, store, 0, 4, _SHORT_S))
         for future in early:
             with pytest.raises(MeetingError, match=r"ranks 1, 3 did not come within 0\.3 s") as caught:
                 future.result(timeout=_LONG_S)
