@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.template import REPOSITORY
 
-# With a mirror and exports: three kinds of processes, and psutil in each of them.
+# A writer; with EVERYTHING also a mirror and exports: three kinds of processes, and psutil in each of them.
 _JOB = """
 import os
 
@@ -22,7 +22,19 @@ def note(path, text):
         file.write(text)
 
 def job(folder, fn=note):
-    import torch, ckpt  # here: the writer imports this module, too
+    import ckpt  # here: the writer imports this module, too
+
+    if "EVERYTHING" in os.environ:
+        save(folder, fn)
+    else:
+        with ckpt.AsyncCallsQueue() as queue:
+            queue.schedule_async_request(ckpt.AsyncRequest(fn, (folder + "/note", "hello"), []))
+            queue.maybe_finalize_async_calls(blocking=True)
+    assert open(folder + "/note").read() == "hello"
+    print("done")
+
+def save(folder, fn):
+    import torch, ckpt
 
     export = ckpt.ExportOptions(folder + "/exports", every=7)
     options = dict(mirror=ckpt.Mirror(os.path.join(folder, "mirror")), export=export)
@@ -38,8 +50,6 @@ def job(folder, fn=note):
     assert checkpointer.all_steps() == [7]
     assert os.listdir(os.path.join(folder, "mirror")), "no mirror"
     assert os.listdir(folder + "/exports") == ["step_00000007"]
-    assert open(folder + "/note").read() == "hello"
-    print("done")
 """
 _DIRECT = "import sys\nfrom job import job\njob(sys.argv[1])\n"
 _WITH_PATHS_AND_WITHOUT_EXECUTABLE = """
@@ -85,6 +95,7 @@ if __name__ == "__main__":
 """
 _C_LOCALE = {"LC_ALL": "C"}
 _ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+_EVERYTHING = {"EVERYTHING": "1"}
 
 
 def _run(tmp_path: Path, command: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
@@ -100,8 +111,10 @@ def _run(tmp_path: Path, command: list[str], env: dict[str, str] | None = None, 
     ("program", "env"),
     [
         pytest.param(_EMPTY_EXECUTABLE, _C_LOCALE, id="empty executable, locale C"),
-        pytest.param(_DIRECT, _ASCII, id="names of files in ASCII"),
-        pytest.param(_WITH_PATHS_AND_WITHOUT_EXECUTABLE, {}, id="path with other objects than strings, no executable"),
+        pytest.param(_DIRECT, _ASCII | _EVERYTHING, id="names of files in ASCII"),
+        pytest.param(
+            _WITH_PATHS_AND_WITHOUT_EXECUTABLE, _EVERYTHING, id="path with other objects than strings, no executable"
+        ),
         pytest.param(_STARTED.format(method="spawn"), {}, id="spawn"),
         pytest.param(_STARTED.format(method="forkserver"), {}, id="forkserver"),
     ],
@@ -117,7 +130,7 @@ def test_site_packages_that_are_found_at_run_time(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(_JOB)
     path = [str(tmp_path), str(REPOSITORY), *(entry for entry in sys.path if "site-packages" in entry)]
     (tmp_path / "script.py").write_text(_SITE_AT_RUN_TIME.format(path=path))
-    _run(tmp_path, ["-S", "-I", str(tmp_path / "script.py")])
+    _run(tmp_path, ["-S", "-I", str(tmp_path / "script.py")], _EVERYTHING)
 
 
 def test_current_directory(tmp_path: Path) -> None:
