@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.meeting import MeetingError, meet
+from tests.support import launch_ranks
 
 _LONG_S = 50.0
 _SHORT_S = 0.3
+_LIMIT_S, _SUSPENDED_S = 5.0, 5.5
 
 
 class _Watched(dist.Store):
@@ -64,8 +64,11 @@ def test_nobody_goes_on_before_the_last_one_comes() -> None:
 
 def test_who_does_not_come_is_named_and_is_in_time_for_the_next_round() -> None:
     store = dist.HashStore()
+    second = _Watched(store)
     with ThreadPoolExecutor(2) as pool:
-        early = [pool.submit(meet, store, rank, 4, _SHORT_S) for rank in (0, 2)]
+        early = [pool.submit(meet, second, 2, 4, _LONG_S)]
+        assert second.waits.wait(_LONG_S)
+        early.append(pool.submit(meet, store, 0, 4, _SHORT_S))
         for future in early:
             with pytest.raises(MeetingError, match=r"ranks 1, 3 did not come within 0\.3 s") as caught:
                 future.result(timeout=_LONG_S)
@@ -73,37 +76,44 @@ def test_who_does_not_come_is_named_and_is_in_time_for_the_next_round() -> None:
     _all_meet(store, 4)
 
 
-_FIRST = """
-import sys
-import torch.distributed as dist
-from ckpt.meeting import meet
-class Store(dist.FileStore):
-    checks = 0
-    def check(self, keys):
-        Store.checks += 1
-        if Store.checks == 3:
+class _Telling(dist.FileStore):
+    """A store of a rank that prints when it has begun to wait, and when it still does after a suspension."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, 2)
+        self._checks, self._since, self._last = 0, 0, time.monotonic()
+
+    def check(self, keys: list[str]) -> bool:
+        now = time.monotonic()
+        self._checks += 1
+        if self._since or now - self._last > _SUSPENDED_S / 2:
+            self._since += 1
+        self._last = now
+        if self._checks == 3:
             print("waits", flush=True)
-        return super().check(keys)
-meet(Store(sys.argv[1], 2), 0, 2, 3.0)
-print("met", flush=True)
-"""
+        if self._since == 3:  # it would have given up before
+            print("still waits", flush=True)
+        found: bool = super().check(keys)
+        return found
+
+
+def _meet_first(rank: int, world_size: int, path: str) -> None:
+    meet(_Telling(path), 0, 2, _LIMIT_S)
+    print("met", flush=True)
 
 
 def test_a_rank_that_was_suspended_does_not_give_up_the_others(tmp_path: Path) -> None:
     """They may have been suspended with it, and go on a little later."""
     path = str(tmp_path / "store")
-    with subprocess.Popen([sys.executable, "-c", _FIRST, path], stdout=subprocess.PIPE, text=True) as first:
-        try:
-            assert first.stdout is not None
-            assert first.stdout.readline() == "waits\n"
-            first.send_signal(signal.SIGSTOP)
-            time.sleep(4.0)
-            first.send_signal(signal.SIGCONT)
-            time.sleep(0.5)
-            meet(dist.FileStore(path, 2), 1, 2, _LONG_S)
-            assert first.stdout.readline() == "met\n"
-        finally:
-            first.kill()
+    with launch_ranks(_meet_first, 1, path, init_process_group=False) as group:
+        group.wait_for_output(0, "^waits")
+        group.kill(0, signal.SIGSTOP)
+        time.sleep(_SUSPENDED_S)  # by the clock that is tested
+        group.kill(0, signal.SIGCONT)
+        group.wait_for_output(0, "^still waits")
+        meet(dist.FileStore(path, 2), 1, 2, _LONG_S)
+        group.wait()
+        assert group.stdout(0).endswith("met\n")
 
 
 def test_a_rank_that_is_interrupted_takes_the_others_out_at_once() -> None:
@@ -119,7 +129,7 @@ def test_a_rank_that_is_interrupted_takes_the_others_out_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             meet(_Watched(store, interrupted), 1, 3, _LONG_S)
         with pytest.raises(MeetingError, match=r"rank 1 left again \(KeyboardInterrupt\)"):
-            other.result(timeout=5)
+            other.result(timeout=_LONG_S)
     _all_meet(store, 3)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import pty
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.template import REPOSITORY
+from tests.support.template import REPOSITORY, quick_python
 
 # A restore that ends when its progress was shown, or soon where none is expected.
 _PROGRAM = """
@@ -53,7 +52,7 @@ print("shown" if shown.is_set() else "silent")
 def run(root: Path, expected: bool, how: str = "restore", **environment: str) -> tuple[str, str]:
     """Run a restore with stderr on a terminal; return what was on stdout, and on the terminal."""
     master, slave = pty.openpty()
-    line = [sys.executable, "-c", _PROGRAM, str(root), "yes" if expected else "no", how]
+    line = [quick_python(), "-c", _PROGRAM, str(root), "yes" if expected else "no", how]
     process = subprocess.Popen(
         line, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=slave, env={**os.environ, **environment}, text=True
     )
@@ -84,6 +83,6 @@ def test_no_progress_where_it_is_turned_off_or_in_a_restart(tmp_path: Path, how:
 
 
 def test_no_progress_without_a_terminal(tmp_path: Path) -> None:
-    line = [sys.executable, "-c", _PROGRAM, str(tmp_path), "no", "restore"]
+    line = [quick_python(), "-c", _PROGRAM, str(tmp_path), "no", "restore"]
     done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout, done.stderr) == (0, "silent\n", "")

@@ -172,7 +172,7 @@ def test_locks_that_the_caller_holds_stay_so() -> None:
         handler = logging.Handler()
         assert handler.lock is not None
 
-        @Wrapper(**SHORT)
+        @Wrapper(**PATIENT)
         def train(call: CallWrapper | None = None) -> list[bool]:
             assert call is not None
             if call.iteration == 0:

@@ -356,7 +356,7 @@ def test_an_abort_gives_up_the_calls_of_all_queues_from_any_thread(tmp_path: Pat
             assert each.maybe_finalize_async_calls() == []
             assert each.get_num_unfinalized_calls() == 0
             assert ask(each, functions.report_identity)["pid"] not in {writer.pid for writer in writers}
-        assert psutil.wait_procs(writers, 10)[1] == []
+        assert psutil.wait_procs(writers, 30)[1] == []
     assert finalized == []
     abort_nvrx_checkpoint()  # with queues that are closed
 

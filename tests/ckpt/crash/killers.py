@@ -21,7 +21,7 @@ from ckpt.storage.pack_writers import FileJob, PackWriter, WrittenFile
 __all__ = ["KillingWriter", "Strike", "wait_until", "with_writer"]
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 40.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"

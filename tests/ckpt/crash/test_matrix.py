@@ -270,7 +270,7 @@ def play(cell: Cell, folder: Path, roots: Roots, env: Mapping[str, str] | None =
     """Play a cell and check what it leaves. Odd ranks see the root under the second path, as on another mount."""
     with launch_ranks(_train, cell.world_size, cell, folder, roots, options, env=env or {}) as group:
         _check_answers(cell, _play(group, cell))
-        group.wait_for_no_survivors(10)
+        group.wait_for_no_survivors(30)
     root = open_root(roots[1])
     _check_storage(cell, root)
     if (

@@ -27,11 +27,17 @@ from tests.ckpt.crash.restart_training import run, simulate
 from tests.support import RanksFailed, run_ranks
 from tests.support.selection import FULL
 
-_JOBS = [job for mode in ("drain", "abort") for job in jobs(mode, 40 if FULL else 3, 7 if FULL else 3)]
-_SOME = {"drain": (3, 5, 6, 7), "abort": (1, 4, 11, 14)}  # of each kind
-_JOBS += [
+_SOME = {"drain": (1, 2), "abort": (0, 1)}
+_SOME_WITH_SNAPSHOTS = {"drain": (5, 6, 7), "abort": (4, 11)}  # each kind of job, and most kinds of faults
+_JOBS = [
     job
     for mode, some in _SOME.items()
+    for number, job in enumerate(jobs(mode, 40, 7 if FULL else 3))
+    if FULL or number in some
+]
+_JOBS += [
+    job
+    for mode, some in _SOME_WITH_SNAPSHOTS.items()
     for number, job in enumerate(jobs(mode, 150, 4 if FULL else 3, snapshots=True))
     if FULL or number in some
 ]

@@ -19,7 +19,7 @@ from tests.support.selection import FULL, full_only
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SOURCES = sorted((REPOSITORY / "ckpt" / "native").glob("*.c"))
-TABLES = 10_000 if FULL else 300
+TABLES = 10_000 if FULL else 100
 
 _TESTS = """
 import sys

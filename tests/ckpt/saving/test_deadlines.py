@@ -35,15 +35,15 @@ def test_state_that_grows_waits_for_the_writer_and_not_longer_than_the_timeout(
     tmp_path: Path, leak_check: LeakCheck
 ) -> None:
     gate = Gate.create(tmp_path)
-    with ckpt.Checkpointer(tmp_path / "root", timeout=timedelta(seconds=2)) as checkpointer:
+    with ckpt.Checkpointer(tmp_path / "root", timeout=timedelta(seconds=5)) as checkpointer:
         checkpointer.save(_state(1000), 1)
         checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
         gate.wait_entered()
         checkpointer.async_save(_state(1000), 2)
         begin = time.process_time()
-        with pytest.raises(CheckpointTimeoutError, match=r"rank 0: .* in 2 s; the saves of steps \[2\]"):
+        with pytest.raises(CheckpointTimeoutError, match=r"rank 0: .* in 5 s; the saves of steps \[2\]"):
             checkpointer.async_save(_state(100_000), 3)
-        assert time.process_time() - begin < 1.5  # of 2 s: it did not look all the time
+        assert time.process_time() - begin < 3.5  # of 5 s: it did not look all the time
         gate.open()
         checkpointer.save(_state(100_000), 4)
         assert checkpointer.all_steps() == [1, 2, 4]
@@ -60,7 +60,7 @@ def test_state_that_grows_notices_that_the_save_in_flight_is_done(tmp_path: Path
 
 # -- closing beside a writer or storage that does not answer -----------------------------------------------------------
 
-_TIMEOUT_S = 4.0
+_TIMEOUT_S = 5.0
 _BUSY_S = 20.0  # more than the timeout, on a busy machine
 
 
@@ -69,9 +69,9 @@ def _stop(pid: int) -> None:
     wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the process to stop")
 
 
-def _with_stopped_writer(root: Path, **options: Any) -> tuple[ckpt.Checkpointer, int]:
+def _with_stopped_writer(root: Path, timeout_s: float = _TIMEOUT_S, **options: Any) -> tuple[ckpt.Checkpointer, int]:
     """Return a Checkpointer with two saves in flight, and the id of its writer, which is stopped."""
-    checkpointer = ckpt.Checkpointer(root, timeout=timedelta(seconds=_TIMEOUT_S), **options)
+    checkpointer = ckpt.Checkpointer(root, timeout=timedelta(seconds=timeout_s), **options)
     checkpointer.save(_state(1000), 1)
     pid = ask(checkpointer.queue, functions.report_identity)["pid"]
     _stop(pid)
@@ -84,7 +84,7 @@ def test_close_beside_a_stopped_writer(tmp_path: Path, leak_check: LeakCheck) ->
     checkpointer, pid = _with_stopped_writer(tmp_path / "root")
     begin = time.monotonic()
     with pytest.raises(
-        CheckpointTimeoutError, match=r"steps \[2, 3\] were not finalized in 4 s.* writers killed"
+        CheckpointTimeoutError, match=r"steps \[2, 3\] were not finalized in 5 s.* writers killed"
     ) as caught:
         checkpointer.close()
     assert time.monotonic() - begin < _BUSY_S
@@ -132,11 +132,11 @@ def test_queue_closes_in_time_whatever_is_stopped(tmp_path: Path, leak_check: Le
 
 
 def test_leaving_with_an_exception_beside_a_stopped_writer_does_not_wait(tmp_path: Path) -> None:
-    checkpointer, pid = _with_stopped_writer(tmp_path / "root")
+    checkpointer, pid = _with_stopped_writer(tmp_path / "root", timeout_s=50.0)
     begin = time.monotonic()
     with pytest.raises(ZeroDivisionError), checkpointer:
         raise ZeroDivisionError
-    assert time.monotonic() - begin < _TIMEOUT_S
+    assert time.monotonic() - begin < _BUSY_S
     os.kill(pid, signal.SIGCONT)  # the writer finishes what it has
     wait_until(lambda: CheckpointRoot(str(tmp_path / "root")).steps() == [1, 2, 3], "the steps")
     wait_until(lambda: is_gone(pid), "the writer to end")
@@ -164,7 +164,7 @@ def test_interpreter_ends_beside_a_stopped_writer(tmp_path: Path) -> None:
     with launch_ranks(script, 1, tmp_path / "root") as group:
         (result,) = group.wait(30)
         os.kill(int(result.stdout), signal.SIGCONT)
-        group.wait_for_no_survivors(20)
+        group.wait_for_no_survivors(30)
     assert CheckpointRoot(str(tmp_path / "root")).steps() == [1, 2]
 
 
@@ -194,6 +194,6 @@ def test_close_beside_storage_that_does_not_answer(hung_disk: tuple[Path, Callab
     hang()
     checkpointer.async_save(_state(1000), 4)
     begin = time.monotonic()
-    with pytest.raises(CheckpointTimeoutError, match=r"steps \[4\] were not finalized in 4 s"):
+    with pytest.raises(CheckpointTimeoutError, match=r"steps \[4\] were not finalized in 5 s"):
         checkpointer.close()
     assert time.monotonic() - begin < _BUSY_S

@@ -38,6 +38,7 @@ from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate, ask
 from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import LeakCheck, launch_ranks, run_ranks
+from tests.support.selection import full_only
 
 _MB = 1 << 20
 _AT_ONCE_S = 15.0  # on a busy machine; every time limit that could end the wait instead is longer
@@ -162,7 +163,7 @@ def test_full_disk(small_disk: Path, tmp_path: Path, world_size: int) -> None:
     with launch_ranks(_save_twice, world_size, root, repaired) as group:
         for rank in range(world_size):
             group.wait_for_output(rank, "^first")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         while (used := sum(file.stat().st_size for file in root.rglob("*") if file.is_file())) > 200_000:
             assert time.monotonic() < deadline, f"the failed save still takes {used} bytes"
             time.sleep(0.01)
@@ -446,7 +447,7 @@ def test_a_queue_from_outside_stays_open_and_all_calls_are_finalized(tmp_path: P
 
 
 def test_what_the_queue_refuses_takes_no_slot(tmp_path: Path) -> None:
-    with ckpt.Checkpointer(tmp_path / "root", timeout=timedelta(seconds=1)) as checkpointer:
+    with ckpt.Checkpointer(tmp_path / "root", timeout=timedelta(seconds=20)) as checkpointer:
         checkpointer.warmup(_state(0.0))
         checkpointer.queue.close()
         for step in range(4):
@@ -454,58 +455,47 @@ def test_what_the_queue_refuses_takes_no_slot(tmp_path: Path) -> None:
                 checkpointer.async_save(_state(1.0), step)
 
 
-_INTERRUPTED = """
-import os, signal, sys, threading, time
-import torch, ckpt
-from tests.ckpt.async_calls import functions
-from tests.ckpt.async_calls.functions import Gate
-from pathlib import Path
-
-where, folder = sys.argv[1], Path(sys.argv[2])
-state = {"w": torch.ones(1 << 20)}
-gate = Gate(folder / "gate.entered", folder / "gate.leave")
-try:
-    with ckpt.Checkpointer(folder / "root", staging=ckpt.Staging(slots=1)) as checkpointer:
-        checkpointer.restore(state)
-        checkpointer.save(state, 1)
-        checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
-        gate.wait_entered()
-        checkpointer.async_save(state, 2)
-        os.write(1, b"there\\n")
-        if where == "async_save":
-            checkpointer.async_save(state, 3)
-        elif where == "maybe_finalize":
-            checkpointer.maybe_finalize(blocking=True)
-        elif where == "close":
-            checkpointer.close()
-        else:
-            for _ in range(3000):  # in short steps: a signal that comes just before the wait does not end the wait
-                time.sleep(0.01)
-except KeyboardInterrupt:
+def _interrupted(rank: int, world_size: int, folder: Path, gate: Gate, where: str) -> None:
+    state = {"w": torch.ones(1 << 20)}
+    with contextlib.suppress(KeyboardInterrupt):
+        with ckpt.Checkpointer(folder / "root", staging=ckpt.Staging(slots=1)) as checkpointer:
+            checkpointer.restore(state)
+            checkpointer.save(state, 1)
+            checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(functions.stop_at, (gate,), []))
+            gate.wait_entered()
+            checkpointer.async_save(state, 2)
+            os.write(1, b"there\n")
+            if where == "async_save":
+                checkpointer.async_save(state, 3)
+            elif where == "maybe_finalize":
+                checkpointer.maybe_finalize(blocking=True)
+            elif where == "close":
+                checkpointer.close()
+            else:
+                for _ in range(3000):  # in short steps: a signal that comes just before the wait does not end the wait
+                    time.sleep(0.01)
+        raise AssertionError("not interrupted")
     print("interrupted", flush=True)
-"""
 
 
 @pytest.mark.parametrize("where", ["async_save", "maybe_finalize", "close", "training"])
 def test_ctrl_c_leaves_nothing_and_loses_nothing(tmp_path: Path, where: str) -> None:
     """To the whole process group, as a terminal does. What was staged is written and published all the same."""
-    script = tmp_path / "script.py"
-    script.write_text(_INTERRUPTED)
     gate = Gate.create(tmp_path)
-    with launch_ranks(script, 1, where, tmp_path) as group:
+    with launch_ranks(_interrupted, 1, tmp_path, gate, where, init_process_group=False) as group:
         group.wait_for_output(0, "^there\n")
         os.killpg(group.pid(0), signal.SIGINT)
-        group.wait_for_output(0, "^interrupted", timeout=10)
+        group.wait_for_output(0, "^interrupted")
         gate.open()
-        group.wait(10)
-        group.wait_for_no_survivors(10)
+        group.wait(30)
+        group.wait_for_no_survivors(30)
     assert CheckpointRoot(str(tmp_path / "root")).steps() == [1, 2]
 
 
 # -- many saves --------------------------------------------------------------------------------------------------------
 
 
-def test_two_hundred_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) -> None:
+def test_a_hundred_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) -> None:
     state = {"layers": [_state(i, 1000) for i in range(4)], "w": torch.ones(50_000)}
     own = psutil.Process()
     with ckpt.Checkpointer(tmp_path, keep=2) as checkpointer:
@@ -523,14 +513,14 @@ def test_two_hundred_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) 
 
         rss, writer = saves(0, 20)
         leak_check.rebase()
-        rss_after, writer_after = saves(20, 200)
+        rss_after, writer_after = saves(20, 100)
         leak_check.check()
         assert writer_after["fds"] == writer["fds"]
         assert writer_after["rss_kb"] - writer["rss_kb"] < 8_000
         assert rss_after - rss < 16 * _MB
-        assert checkpointer.all_steps() == [218, 219]
+        assert checkpointer.all_steps() == [118, 119]
         hidden = [".abandoned", ".owner", ".pending", ".retired"]
-        assert sorted(os.listdir(tmp_path)) == [*hidden, "step_00000218", "step_00000219"]
+        assert sorted(os.listdir(tmp_path)) == [*hidden, "step_00000118", "step_00000119"]
         assert not os.listdir(tmp_path / ".pending")
         assert not os.listdir(tmp_path / ".abandoned")
         checkpointer.close()
@@ -639,9 +629,7 @@ def _in_pieces(rank: int, world_size: int, root: Path, pieces: str) -> list[Any]
     return [sum("batches" in record for record in records), failed, after]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "pieces"), [(1, "large files"), (2, "large files"), (2, "small files"), (2, "zstd")]
-)
+@pytest.mark.parametrize(("world_size", "pieces"), [(1, "large files"), (2, "small files"), (2, "zstd")])
 def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size: int, pieces: str) -> None:
     print("seeds 1 to 5")
     for result in run_ranks(_in_pieces, world_size, tmp_path, pieces):
@@ -660,7 +648,7 @@ def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size
                 assert same, name
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", [None, pytest.param("zstd", marks=full_only)])
 def test_a_batch_with_thousands_of_chunks_is_reported(tmp_path: Path, compression: str | None) -> None:
     """What a writer says of a batch does not fit one message; the last batch's part manifest lists all chunks."""
     state: dict[str, Any] = {f"t{n}": torch.tensor(float(n)) for n in range(9000)}
@@ -679,7 +667,7 @@ def test_a_batch_with_thousands_of_chunks_is_reported(tmp_path: Path, compressio
 
 
 def test_slots_that_do_not_become_free_are_an_error_with_a_deadline(tmp_path: Path, leak_check: LeakCheck) -> None:
-    with ckpt.Checkpointer(tmp_path, timeout=timedelta(seconds=3)) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, timeout=timedelta(seconds=5)) as checkpointer:
         requests = [checkpointer.save_request(_state(step), step) for step in (1, 2)]
         with pytest.raises(CheckpointTimeoutError, match=r"no staging slot .* steps \[1, 2\]") as caught:
             checkpointer.save_request(_state(3.0), 3)
@@ -694,7 +682,7 @@ def test_a_wait_for_a_rank_that_does_not_save_has_a_deadline(tmp_path: Path) -> 
     def train(rank: int, world_size: int) -> Any:
         import torch.distributed as dist
 
-        with ckpt.Checkpointer(tmp_path, timeout=timedelta(seconds=1)) as checkpointer:
+        with ckpt.Checkpointer(tmp_path, timeout=timedelta(seconds=5)) as checkpointer:
             checkpointer.warmup(_state(0.0))
             answer = _what_happens(checkpointer, _state(1.0), 1) if rank == 0 else None
             dist.barrier()

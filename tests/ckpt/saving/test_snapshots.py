@@ -26,6 +26,7 @@ from ckpt.store_ranks import StoreRanks
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, is_state_of, resized, restarted, train_step
 from tests.support import LeakCheck, run_ranks
+from tests.support.selection import full_only
 from tests.support.template import REPOSITORY
 
 _DRAIN = timedelta(seconds=20)
@@ -52,8 +53,15 @@ def test_a_snapshot_is_restored_without_storage(tmp_path: Path, leak_check: Leak
         assert not root.exists()
 
 
-@pytest.mark.parametrize("registered", [False, True])
-@pytest.mark.parametrize("kind", ["raise", "kill"])
+@pytest.mark.parametrize(
+    ("kind", "registered"),
+    [
+        ("raise", False),
+        ("kill", True),
+        pytest.param("raise", True, marks=full_only),
+        pytest.param("kill", False, marks=full_only),
+    ],
+)
 def test_one_of_four_ranks_fails(tmp_path: Path, kind: str, registered: bool) -> None:
     """With a spare in its place all ranks go on from the snapshot of the step before."""
     at = Faults((kind, 0, 2, 5))
@@ -612,7 +620,9 @@ def test_a_second_fault_before_the_next_snapshot(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("victims", [(2,), (0, 1, 3)], ids=["one", "all-but-one"])
+@pytest.mark.parametrize(
+    "victims", [pytest.param((2,), id="one", marks=full_only), pytest.param((0, 1, 3), id="all-but-one")]
+)
 def test_replaced_processes_get_their_shares_from_a_neighbour(tmp_path: Path, victims: tuple[int, ...]) -> None:
     """Under the launcher, which starts a process for each that was killed."""
     program = Path(__file__).with_name("snapshot_program.py")
