@@ -107,6 +107,11 @@ class RankTemplate:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """The process that forks."""
+        return self._process.pid
+
     def fork(self, folder: Path, environment: Mapping[str, str], script: Sequence[object] = ()) -> ForkedRank:
         """A rank with exactly this environment. Standard output and error go to files in the folder."""
         return ForkedRank(self, self.ask(Fork(str(folder), dict(environment), tuple(map(str, script)))))

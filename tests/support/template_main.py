@@ -37,7 +37,8 @@ class _Template:
     def serve(self) -> None:
         """Do what is asked for until the tests have ended."""
         while self._end.fileno() >= 0:
-            for key, _ in self._selector.select():
+            # One at a time: the action may close what another event is about, as the end of a program does its pidfd.
+            for key, _ in self._selector.select()[:1]:
                 key.data()
 
     def _listen(self, fileobj: socket.socket | int, action: Callable[[], None]) -> None:
@@ -85,10 +86,19 @@ class _Template:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(connection)
         with contextlib.suppress(OSError):
             connection.send(str(code).encode())
+        if connection in self._selector.get_map():
+            # Closed with a signal unread, the connection would fail at its other end before the code is read there.
+            self._selector.modify(connection, selectors.EVENT_READ, lambda: self._end_of(connection))
+        else:
+            connection.close()
+
+    def _end_of(self, connection: socket.socket) -> None:
+        with contextlib.suppress(ConnectionResetError):  # the process that was started has not read the code
+            if connection.recv(64):  # a signal to a program that has ended
+                return
+        self._selector.unregister(connection)
         connection.close()
 
     def _fork(self, function: Callable[[], object]) -> int:

@@ -1,19 +1,22 @@
 """The helpers themselves: a helper that overlooks a failure hides every other one."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support import LeakCheck, RanksFailed, launch_ranks, run_ranks
+from tests.support import LeakCheck, RanksFailed, is_gone, launch_ranks, run_ranks
 from tests.support.selection import FULL
-from tests.support.template import quick_python
+from tests.support.template import quick_python, rank_template
 
 
 def add_up(rank: int, world_size: int, offset: int) -> int:
@@ -100,9 +103,38 @@ def test_signals_reach_the_program_of_a_command_and_it_dies_with_the_command(for
         assert command.stdout.readline() == "asked\n"
         command.kill()
         assert command.stdout.readline() == "", "the pipe is closed: the program has ended"
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline, "the template waits for its children"
+    _wait_for(lambda: not Path(f"/proc/{pid}").exists())  # the template waits for its children
+
+
+def test_a_signal_to_a_program_that_has_just_ended_is_lost(forking_python: str, tmp_path: Path) -> None:
+    """And the process that forks goes on: all later tests need it."""
+    template = rank_template()
+    order = {"arguments": ["-c", _TELLS_SIGNALS], "environment": dict(os.environ), "folder": str(tmp_path)}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as command, (tmp_path / "printed").open("w") as printed:
+        command.settimeout(30)
+        command.connect(str(template.commands / "socket"))
+        socket.send_fds(command, [json.dumps(order).encode()], [0, printed.fileno(), 2])
+        program = int(_first_line(tmp_path / "printed"))
+        os.kill(template.pid, signal.SIGSTOP)
+        try:
+            os.kill(program, signal.SIGKILL)
+            _wait_for(lambda: is_gone(program))
+            command.send(str(int(signal.SIGTERM)).encode())
+        finally:
+            os.kill(template.pid, signal.SIGCONT)
+        assert command.recv(64) == b"-9"
+    assert subprocess.run([forking_python, "-c", ""]).returncode == 0
+
+
+def _first_line(path: Path) -> str:
+    _wait_for(lambda: "\n" in path.read_text())
+    return path.read_text().splitlines()[0]
+
+
+def _wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -154,10 +186,7 @@ def test_an_orphan_in_its_own_session_is_found_and_killed() -> None:
         pid = group.wait()[0].value
         with pytest.raises(RanksFailed, match=f"left running.*{pid}"):
             group.wait_for_no_survivors(timeout=0.2)
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    _wait_for(lambda: is_gone(pid))
 
 
 def test_leaks_of_every_kind_are_reported() -> None:
