@@ -163,7 +163,8 @@ class Checkpointer(Uncopied):
         strings, bools, None, and lists and dicts of these, of less than 64 KiB as JSON.
 
         Raises StateError, naming the key path, for a leaf or a metric that cannot be stored, and on all ranks when
-        ranks contradict each other; FencedError when a job that started later owns the root. Nothing was started then.
+        ranks contradict each other, or one needs more memory than `Staging.max_host_bytes`; FencedError when a job that
+        started later owns the root. Nothing was started then.
         """
         begin = time.perf_counter()
         self._closing.check_writable()
@@ -194,8 +195,8 @@ class Checkpointer(Uncopied):
         published. Waits, at most `timeout`, only if all slots are in use. The first call for a structure of state makes
         two small collectives, later ones none.
 
-        Raises what `save_request` raises, and StateError if the share does not fit one slot. CheckpointTimeoutError if
-        no slot becomes free: then some rank makes no snapshots. Nothing was changed then.
+        Raises what `save_request` raises. CheckpointTimeoutError if no slot becomes free: then some rank makes no
+        snapshots. Nothing was changed then.
         """
         begin = time.perf_counter()
         self._closing.check_writable()

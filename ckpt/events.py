@@ -87,7 +87,7 @@ class SavePublished(Event):
     """The step is published. `time` is when the writer of this rank knew it; the trainer learns it in its next call.
 
     If the writer of this rank died just then, `bytes` is that of SaveStaged, and `queue_s`, `write_s`, `sync_s` and
-    `bytes_per_s` are 0. Of a share that does not fit a slot, these four are of its last batch.
+    `bytes_per_s` are 0.
 
     bytes: what this rank has written, after compression
     seconds: from SaveStarted until the step was published

@@ -11,7 +11,6 @@ from ckpt.async_calls import CallTimer
 from ckpt.errors import CheckpointError
 from ckpt.saving.observed_save import ObservedSave
 from ckpt.saving.task import (
-    BatchWritten,
     NotDurable,
     ReplicasDiffer,
     Report,
@@ -24,7 +23,6 @@ from ckpt.saving.task import (
 from ckpt.saving.write import Fenced, error_for, give_up, reason_for, write_share
 from ckpt.staging.arena import Slot
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason
-from ckpt.storage.pack_writers import WrittenFile
 from ckpt.storage.roots import open_root
 
 __all__ = ["SaveHandle"]
@@ -38,26 +36,25 @@ class SaveHandle:
     `on_decided` is called when the save is published or given up, `on_differing` when ranks have different values of
     some names, `on_removed` when steps were removed, `on_begun` when the writer begins. `first_reason` is given why the
     save is abandoned, as far as this rank knows, and returns why it is for all ranks. `observed` is told how the save
-    ends; None for a batch that is not the last. All of it in the thread that uses the queue.
+    ends. All of it in the thread that uses the queue.
     """
 
     def __init__(
         self,
         task: WriteTask,
         slot: Slot,
+        observed: ObservedSave,
         *,
         on_decided: Callable[[], None] = lambda: None,
         on_differing: Callable[[ReplicasDiffer], None] = lambda report: None,
         on_removed: Callable[[StepsRemoved], None] = lambda report: None,
         on_begun: Callable[[int], CallTimer | None] | None = None,
         first_reason: Callable[[Reason], Reason] = lambda reason: reason,
-        observed: ObservedSave | None = None,
     ) -> None:
         self.task = task
         self.in_writer: Callable[[], None] = functools.partial(write_share, task)
         self.on_begun = on_begun
         self.on_decided = on_decided
-        self.written: list[WrittenFile] = []  # of a batch that is not the last
         self._slot: Slot | None = slot
         self._on_differing = on_differing
         self._on_removed = on_removed
@@ -70,8 +67,6 @@ class SaveHandle:
         try:
             write_share(self.task, self._take)
         except Exception as error:
-            if self._observed is None:
-                raise
             if isinstance(error, NotDurableError):
                 self._observed.published(durable=False)
             self._observed.failed(self.task.rank, error)
@@ -92,13 +87,12 @@ class SaveHandle:
         outcome = self._settled(error)
         self._observe(outcome)
         self.on_decided()
+        result: CheckpointError
         match outcome:
-            case Published() if self.task.last:
+            case Published():
                 step = self.task.save.step
                 _log.warning("step %d is published, but its writer failed afterwards: %s", step, error)
                 return None
-            case Published():
-                result = error
             case NotDurable(message):
                 result = NotDurableError(message, rank=self.task.rank, step=self.task.save.step)
             case Abandoned() | Fenced():
@@ -127,27 +121,22 @@ class SaveHandle:
         return outcome
 
     def _observe(self, outcome: Published | NotDurable | Abandoned | Fenced) -> None:
-        match outcome, self._observed:
-            case _, None:
-                pass
-            case Published() | NotDurable(), observed:
-                observed.published(durable=isinstance(outcome, Published))
-            case Abandoned(reason), observed:
-                observed.abandoned(reason.rank, reason.kind, reason.message)
-            case Fenced(rank, message), observed:
-                observed.abandoned(rank, "FencedError", message)
+        match outcome:
+            case Published() | NotDurable():
+                self._observed.published(durable=isinstance(outcome, Published))
+            case Abandoned(reason):
+                self._observed.abandoned(reason.rank, reason.kind, reason.message)
+            case Fenced(rank, message):
+                self._observed.abandoned(rank, "FencedError", message)
 
     def _take(self, report: Report) -> None:
         match report:
             case SlotFree():
                 self.free_slot()
-            case BatchWritten():
-                self.written = report.appended(self.written)
             case ReplicasDiffer():
                 self._on_differing(report)
             case SharePublished():
-                if self._observed is not None:
-                    self._observed.published(report)
+                self._observed.published(report)
             case StepsRemoved():
                 self._on_removed(report)
             case Abandoned() | NotDurable():

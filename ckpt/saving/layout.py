@@ -1,4 +1,4 @@
-"""Where the files of a rank lie in its slots, one after the other, and what is copied into each.
+"""Where the files of a rank lie in its slots, one after the other, and what is copied there.
 
 Made once from the plan. The layout of another rank is made in the same way, to restore from its slots.
 """
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.save_plan import PlannedChunk, SavePlan
 from ckpt.saving.task import InnerChunks, PlannedFile, WritePlan
 from ckpt.staging.copy_table import Copies, CopyOp
-from ckpt.storage.chunk_layout import PAGE_BYTES, ChunkLayout
+from ckpt.storage.chunk_layout import ChunkLayout, in_pages
 from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.pack_writers import ChunkToCompress
 
@@ -30,58 +29,49 @@ LocalBoxes = dict[Path, list[tuple[Box, tuple[int, ...]]]]
 
 @dataclass(frozen=True, eq=False)
 class RankLayout:
-    """A rank's share of every save of a structure: the writer's plan, and for each batch the copies that fill its slot.
+    """A rank's share of every save of a structure: the writer's plan, and the copies that fill a slot.
 
-    `constants` are the bytes of each batch that are the same in every save, the indexes of shards: offset and bytes.
-    All other bytes that no copy fills are zero, or checksums.
+    `constants` are the bytes that are the same in every save, the indexes of shards: offset and bytes. All other bytes
+    that no copy fills are zero, or checksums.
     """
 
     plan: WritePlan
-    copies: tuple[Copies, ...]
-    constants: tuple[tuple[tuple[int, bytes], ...], ...]
+    copies: Copies
+    constants: tuple[tuple[int, bytes], ...]
 
-    def prepare(self, batch: int, slot: memoryview) -> None:
-        """Write the constants of a batch into its slot, which is zero otherwise."""
-        for offset, data in self.constants[batch]:
+    def prepare(self, slot: memoryview) -> None:
+        """Write the constants into a slot, which is zero otherwise."""
+        for offset, data in self.constants:
             slot[offset : offset + len(data)] = data
 
 
-def make_layout(plan: SavePlan, rank: int, local_boxes: LocalBoxes, max_slot_bytes: int | None) -> RankLayout:
-    """Lay out the files of this rank in slots of at most `max_slot_bytes`.
-
-    Raises StateError when a single file does not fit a slot.
-    """
-    return _LayoutBuilder(rank, local_boxes, max_slot_bytes).build(plan)
+def make_layout(plan: SavePlan, rank: int, local_boxes: LocalBoxes) -> RankLayout:
+    """Lay out the files of this rank in a slot."""
+    return _LayoutBuilder(rank, local_boxes).build(plan)
 
 
-def make_restore_layout(
-    plan: SavePlan, rank: int, local_boxes: LocalBoxes, own_rank: int, max_slot_bytes: int | None
-) -> RankLayout:
+def make_restore_layout(plan: SavePlan, rank: int, local_boxes: LocalBoxes, own_rank: int) -> RankLayout:
     """Lay out the files of `rank` as it does itself, with copies of only those boxes that `local_boxes` hold.
 
     Done in reverse, the copies restore these boxes from the slot of `rank`. Of what each rank has for itself, there are
     copies for `own_rank` only.
     """
-    return _LayoutBuilder(rank, local_boxes, max_slot_bytes, only_for=own_rank).build(plan)
+    return _LayoutBuilder(rank, local_boxes, only_for=own_rank).build(plan)
 
 
 class _LayoutBuilder:
-    """Places one file after the other; begins a new batch when a slot is full."""
+    """Places one file after the other."""
 
-    def __init__(
-        self, rank: int, local_boxes: LocalBoxes, max_slot_bytes: int | None, *, only_for: int | None = None
-    ) -> None:
+    def __init__(self, rank: int, local_boxes: LocalBoxes, *, only_for: int | None = None) -> None:
         self._only_for = only_for
         self._rank = rank
         self._local_boxes = local_boxes
-        self._limit = max_slot_bytes
         self._files: list[PlannedFile] = []
         self._to_compress: list[ChunkToCompress] = []
         self._inner: list[tuple[int, int, int]] = []
-        self._copies: list[list[CopyOp]] = [[]]
-        self._constants: list[list[tuple[int, bytes]]] = [[]]
+        self._copies: list[CopyOp] = []
+        self._constants: list[tuple[int, bytes]] = []
         self._next = 0
-        self._slot_bytes = 0
 
     def build(self, plan: SavePlan) -> RankLayout:
         """Lay out everything that the rank writes."""
@@ -98,46 +88,27 @@ class _LayoutBuilder:
             plan.index_bytes if self._rank == 0 else b"",
             tuple(plan.aliases.items()) if self._rank == 0 else (),
             tuple((*where, container) for where, container in plan.containers.items()) if self._rank == 0 else (),
-            self._slot_bytes,
-            len(self._copies),
+            self._next,
         )
-        return RankLayout(write_plan, tuple(map(Copies.of, self._copies)), tuple(map(tuple, self._constants)))
+        return RankLayout(write_plan, Copies.of(self._copies), tuple(self._constants))
 
     def _add_file(self, number: int, chunks: Sequence[PlannedChunk], *, is_common: bool) -> None:
         layouts = [chunk.array.meta.layout(chunk.index) for chunk in chunks]
         nbytes = chunks[-1].offset + layouts[-1].encoded_bytes
-        start = self._place(nbytes, chunks[0].array)
+        start = self._next
+        self._next += in_pages(nbytes)
         first = len(self._inner)
         for chunk, layout in zip(chunks, layouts, strict=True):
             offset = start + chunk.offset
             self._inner.append((offset, layout.inner_chunk_bytes, len(layout.inner_chunks)))
             if layout.index_entries:
-                self._constants[-1].append((offset + layout.index_offset, layout.index))
+                self._constants.append((offset + layout.index_offset, layout.index))
             if chunk.array.meta.compression is not None:
                 self._to_compress.append(
                     ChunkToCompress(chunk.array.number, chunk.copy, chunk.index, chunk.array.meta, chunk.offset)
                 )
             self._add_copies(chunk, layout, offset)
-        batch = len(self._copies) - 1
-        self._files.append(PlannedFile(number, start, nbytes, batch, first, len(self._inner), is_common))
-
-    def _place(self, nbytes: int, array: StoredArray) -> int:
-        """Return where in the slot a file begins."""
-        memory = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        if self._limit is not None and self._next + memory > self._limit:
-            if memory > self._limit:
-                raise StateError(
-                    f"{display(array.path)}: a file of {memory} bytes does not fit a staging slot of {self._limit} "
-                    f"bytes; raise Staging(max_host_bytes=...) to at least {2 * memory}, or lower file_bytes"
-                )
-            if self._next:
-                self._copies.append([])
-                self._constants.append([])
-                self._next = 0
-        offset = self._next
-        self._next += memory
-        self._slot_bytes = max(self._slot_bytes, self._next)
-        return offset
+        self._files.append(PlannedFile(number, start, nbytes, first, len(self._inner), is_common))
 
     def _add_copies(self, chunk: PlannedChunk, layout: ChunkLayout, offset: int) -> None:
         array = chunk.array
@@ -163,7 +134,7 @@ class _LayoutBuilder:
         source, local = found
         flat = _flat(source, local, box.shape) if box.shape[1:] == full_shape[1:] else None
         itemsize = array.meta.stored.itemsize
-        self._copies[-1].append(CopyOp(array.path, source, flat, offset, full_shape, itemsize, inner_bytes))
+        self._copies.append(CopyOp(array.path, source, flat, offset, full_shape, itemsize, inner_bytes))
 
     def _local(self, path: Path, box: Box) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
         """Return where `box` of the global tensor is in the local one, and its shape; None if it is not there."""

@@ -60,7 +60,7 @@ class ObservedSave:
         if share is not None:
             nbytes, write_s, sync_s = share.nbytes, share.write_s, share.sync_s
             queue_s = max(0.0, share.write_begin - self._staged_at)
-            rate = share.batch_nbytes / max(write_s + sync_s, 1e-6)
+            rate = share.nbytes / max(write_s + sync_s, 1e-6)
         seconds = max(at - self._begin, self._stall_s + write_s + sync_s)  # the clock may have been set meanwhile
         seconds = min(seconds, time.monotonic() - self._begin_monotonic)
         self._emit(SavePublished(at, self._rank, self._step, nbytes, seconds, queue_s, write_s, sync_s, rate, durable))

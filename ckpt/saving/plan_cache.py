@@ -9,6 +9,7 @@ coordinator claimed the root with, and a nonce, from which all derive the same n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -29,6 +30,7 @@ from ckpt.planning.replicas import Kind, replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks import Ranks
+from ckpt.saving.host_memory import LIMIT_BYTES, HostLimit, check_host_memory
 from ckpt.saving.layout import LocalBoxes, RankLayout, make_layout
 from ckpt.saving.samples import Replicas
 from ckpt.storage.names import SaveId
@@ -112,12 +114,12 @@ class Slots(Protocol):
 
 
 class PlanCache:
-    """Keeps the plan of the last structure seen. `max_slot_bytes` is the limit of one slot; None for no limit."""
+    """Keeps the plan of the last structure seen. `limit` is that of this rank; a plan keeps to those of all ranks."""
 
-    def __init__(self, ranks: Ranks, grid: GridOptions, max_slot_bytes: int | None, compression: str | None) -> None:
+    def __init__(self, ranks: Ranks, grid: GridOptions, limit: HostLimit, compression: str | None) -> None:
         self._ranks = ranks
         self._grid = grid
-        self._max_slot_bytes = max_slot_bytes
+        self._limit = limit
         self._compression = compression
         self._cached: CachedPlan | None = None
         self._former: CachedPlan | None = None  # of before the last fault
@@ -154,6 +156,8 @@ class PlanCache:
 
     def begin(self, state: Any, claims: Claims | None, slots: Slots, *, claim: bool) -> None:
         """Do the part of `prepare` that waits for other ranks, and that of fitting the slots. Collective."""
+        with contextlib.suppress(StateError):  # of the state before, which is not to be saved any more
+            self.finish()
         self._agree_on_plan(state, claims, claim)
         if self._begun is not None:
             slots.meet()
@@ -168,6 +172,14 @@ class PlanCache:
         begun, self._begun = self._begun, None
         if begun is not None:
             self._cached = begun.result()
+
+    def settle(self) -> None:
+        """Wait as `finish` does; that a state cannot be saved is told by the next save, and not by a restore."""
+        begun = self._begun
+        try:
+            self.finish()
+        except StateError:
+            self._begun = begun
 
     def _agree_on_plan(self, state: Any, claims: Claims | None, claim: bool) -> FlatState:
         """Agree on a session and exchange descriptions, where that is needed. The plan is to be made then: `_begun`."""
@@ -188,15 +200,17 @@ class PlanCache:
             if former is not None and former.layout.plan.rank != self._ranks.rank:
                 former = None
             own_key = bytes(_KEY_BYTES) if former is None else former.key
-            answers = self._agree(claims, claim, exchange.told + own_key)
-            told = [answer[:-_KEY_BYTES] for answer in answers]
-            key = hashlib.blake2b(b"".join(told), digest_size=_KEY_BYTES).digest()
+            answers = self._agree(claims, claim, self._limit.encoded() + exchange.told + own_key)
+            key = hashlib.blake2b(b"".join(answer[:-_KEY_BYTES] for answer in answers), digest_size=_KEY_BYTES).digest()
+            limits = [HostLimit.decode(answer[:LIMIT_BYTES]) for answer in answers]
+            told = [answer[LIMIT_BYTES:-_KEY_BYTES] for answer in answers]
             if former is not None and former.key == key:
                 if not all(answer.endswith(key) for answer in answers):  # as of a replacement
                     exchange.help(told, self._ranks)
                 plan = partial(_renewed, former, flat, description, kinds)
             else:
-                plan = partial(self._plan, flat, description, kinds, key, exchange.finish(told, self._ranks))
+                others = exchange.finish(told, self._ranks)
+                plan = partial(self._plan, flat, description, kinds, key, others, limits)
             self._cached, self._begun = None, _BegunPlan(plan)
         elif begins_session:
             self._agree(claims, claim)
@@ -241,25 +255,17 @@ class PlanCache:
         kinds: dict[Path, Kind],
         key: bytes,
         others: Sequence[StateDescription],
+        limits: Sequence[HostLimit],
     ) -> CachedPlan:
-        """Make the plan, given the descriptions of all ranks. In the trainer's thread or another."""
+        """Make the plan, given the descriptions and limits of all ranks. In the trainer's thread or another."""
         plan = make_save_plan(others, self._grid, self._compression)
+        check_host_memory(plan, limits)
         rank = self._ranks.rank
         boxes = {path: leaf.boxes for path, leaf in flat.tensors.items()}
-        layout = make_layout(plan, rank, boxes, self._max_slot_bytes)
+        layout = make_layout(plan, rank, boxes)
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
         plan_bytes = pickle.dumps(layout.plan, protocol=pickle.HIGHEST_PROTOCOL)
-        if layout.plan.batches > 1:
-            _log.warning(
-                "rank %d: the state needs %d bytes of staging memory, but a slot may have only %s: it is staged in %d "
-                "batches, and saves block training until all but the last are written; raise "
-                "Staging(max_host_bytes=...) to avoid this",
-                rank,
-                sum(file.nbytes for file in layout.plan.files),
-                self._max_slot_bytes,
-                layout.plan.batches,
-            )
         return CachedPlan(key, description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
 
     def _agree(self, claims: Claims | None, claim: bool, told: bytes = b"") -> list[bytes]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
-from ckpt.errors import CheckpointError, CheckpointTimeoutError, StateError
+from ckpt.errors import CheckpointError
 from ckpt.events import Retained, SnapshotStaged
 from ckpt.lingering.keeping import LingeringMemory
 from ckpt.observing import emit, is_observed
@@ -26,6 +26,7 @@ from ckpt.options import Snapshots
 from ckpt.ranks import Ranks
 from ckpt.saving.drain import InFlight, drain, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
+from ckpt.saving.host_memory import HostLimit
 from ckpt.saving.lineage import Lineage, checked_metrics, own_versions
 from ckpt.saving.memory_tier import MemoryTier
 from ckpt.saving.observed_save import ObservedSave
@@ -34,7 +35,7 @@ from ckpt.saving.recover import Branch, lost_token
 from ckpt.saving.replicator import Replicator
 from ckpt.saving.scheduled import Scheduled, wait_for_program
 from ckpt.saving.snapshots import HeldSnapshots
-from ckpt.saving.stage import StagedBatch, Stager, StagingOptions
+from ckpt.saving.stage import StagedShare, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.saving.task import COORDINATOR, ReplicasDiffer, SaveOptions, StepsRemoved, WriteTask, pack_offsets
 from ckpt.saving.timers import Timers
@@ -44,7 +45,6 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.outcomes import Reason
 from ckpt.storage.ownership import ClaimLease
-from ckpt.storage.pack_writers import WrittenFile
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.process import Process
 from inprocess.ipc.restart_index import current_restart_index
@@ -88,7 +88,7 @@ class Saver:
         self._slot_timeout_s = staging.slot_timeout_s
         self._options = options
         self.snapshots = HeldSnapshots(ranks)
-        self._stager = Stager(ranks, staging, self._wait_for_writers, self.snapshots)
+        self._stager = Stager(ranks, staging, queue.wait_for_events, self.snapshots)
         self.replicator: Replicator | None = None
         if replicas is not None:
             self.replicator = replicator = Replicator(ranks, lambda: self._stager.all_slots, replicas)
@@ -98,8 +98,8 @@ class Saver:
         self._stager.on_resize = self._linger_before_resize
         self._tier = MemoryTier(self.snapshots, self._stager.memory, self.replicator, lingering, self._root.ownership)
         self._saves_are_snapshots = staging.snapshots
-        self._plans = PlanCache(ranks, staging.grid, self._stager.max_slot_bytes, staging.compression)
-        self._batch_queue: AsyncCallsQueue | None = None
+        limit = HostLimit(staging.slots, staging.max_host_bytes)
+        self._plans = PlanCache(ranks, staging.grid, limit, staging.compression)
         self.timers = Timers()  # of every call that writes
         self._warned: set[str] = set()  # of names that ranks have different
         self._in_flight: dict[SaveId, _Undecided] = {}  # entered before staging, so that no fault loses one
@@ -122,13 +122,13 @@ class Saver:
     @property
     def memory(self) -> StagedMemory:
         """What the slots hold of published steps."""
-        self._plans.finish()  # which may just be making slots
+        self._plans.settle()  # which may just be making slots
         return self._stager.memory
 
     @property
     def memory_tier(self) -> MemoryTier:
         """What this rank and its neighbours hold of snapshots."""
-        self._plans.finish()
+        self._plans.settle()
         return self._tier
 
     @property
@@ -250,7 +250,7 @@ class Saver:
                 self._listening = True
                 self._queue.listen(self._listen)
             undecided = self._in_flight[save] = _Undecided(prepared.cached.save_plan.world_size, observed)
-            handle = undecided.handle = self._stage_all(prepared, save, begin, lineage, observed)
+            handle = undecided.handle = self._stage(prepared, save, begin, lineage, observed)
         except Exception as error:
             observed.failed(self._ranks.rank, error)
             self._refused(error)
@@ -276,12 +276,7 @@ class Saver:
         prepared = self._prepared(state)
         save = self._plans.save_id()
         assert save is not None
-        if prepared.cached.layout.plan.batches > 1:
-            raise StateError(
-                f"the share of rank {self._ranks.rank} does not fit one staging slot, so there can be no snapshot of "
-                "it: raise Staging(max_host_bytes=...)"
-            )
-        staged = self._stager.stage(prepared, save, 0, begin, compared=False)
+        staged = self._stager.stage(prepared, save, begin, compared=False)
         self._hold(prepared, save, staged, Lineage(current_restart_index(), {}, self._versions))
         staged.slot.release()
         if is_observed():
@@ -297,7 +292,7 @@ class Saver:
         self._stager.fit(prepared.cached)
         return prepared
 
-    def _hold(self, prepared: PreparedState, save: SaveId, staged: StagedBatch, lineage: Lineage) -> None:
+    def _hold(self, prepared: PreparedState, save: SaveId, staged: StagedShare, lineage: Lineage) -> None:
         """Make a snapshot of what was staged."""
         try:
             self.snapshots.add(prepared, save, staged, lineage)
@@ -325,15 +320,11 @@ class Saver:
 
     def interrupt(self) -> None:
         """Wake a thread that waits for writers, so that it runs Python code again. From any thread."""
-        for queue in (self._queue, self._batch_queue):
-            if queue is not None:
-                queue.interrupt()
+        self._queue.interrupt()
 
     def stop_writers(self) -> None:
         """After a fault: kill the writers of this rank, and give up what is not published."""
-        for queue in (self._queue, self._batch_queue):
-            if queue is not None:
-                queue.recover(0.0)
+        self._queue.recover(0.0)
 
     def _staged(self) -> dict[SaveId, SaveHandle]:
         return {save: each.handle for save, each in list(self._in_flight.items()) if each.handle is not None}
@@ -374,8 +365,6 @@ class Saver:
             observed.left("Interrupted", "a fault on this or another rank interrupted the save before it was staged")
         self._ranks.forget()
         self._in_flight.clear()
-        if self._batch_queue is not None:
-            self._batch_queue.recover(0.0)
         self._plans.forget()  # may be using the slots in a thread
         self._stager.forget()
         self.snapshots.forget_counts()
@@ -401,8 +390,6 @@ class Saver:
         self._plans.forget()
         if not finishes_within(ending.before_end(ending.left_s / 2), self._leave_root, "ckpt-leave"):
             _log.warning("%s does not answer: other processes learn by a lease that this one has left", self._root.path)
-        if self._batch_queue is not None:
-            self._batch_queue.close(abort=True, timeout_s=ending.left_s)
         self.snapshots.close()
         self._tier.close()
         if self.replicator is not None:
@@ -479,50 +466,16 @@ class Saver:
 
     # -- staging -------------------------------------------------------------------------------------------------------
 
-    def _stage_all(
+    def _stage(
         self, prepared: PreparedState, save: SaveId, begin: float, lineage: Lineage, observed: ObservedSave
     ) -> SaveHandle:
-        """Stage this rank's share. If it does not fit a slot, all batches but the last are written on return."""
-        last = prepared.cached.layout.plan.batches - 1
-        earlier = []
-        for batch in range(last):
-            staged = self._stager.stage(prepared, save, batch, begin)
-            task = self._task(prepared, save, batch, staged, lineage)
-            earlier.append(SaveHandle(task, staged.slot, on_begun=self._on_begun))
-            self._write_batch_now(earlier[-1])
-        staged = self._stager.stage(prepared, save, last, begin)
-        try:
-            self._finish_batches()
-        except BaseException:
-            staged.slot.release()
-            raise
-        if self._saves_are_snapshots and not earlier:
+        """Stage this rank's share, and return the call that writes it."""
+        staged = self._stager.stage(prepared, save, begin)
+        if self._saves_are_snapshots:
             self._hold(prepared, save, staged, lineage)
-        written = tuple(file for handle in earlier for file in handle.written)
         plan = prepared.cached.layout.plan
         observed.staged(staged.times, lambda: sum(file.nbytes for file in plan.files))
-        return SaveHandle(
-            self._task(prepared, save, last, staged, lineage, written),
-            staged.slot,
-            on_decided=lambda: self._decided(save),
-            on_differing=lambda report: self._warn_of_replicas(save.step, report),
-            on_removed=self._removed,
-            on_begun=self._on_begun,
-            first_reason=functools.partial(self._first_reason, save),
-            observed=observed,
-        )
-
-    def _task(
-        self,
-        prepared: PreparedState,
-        save: SaveId,
-        batch: int,
-        staged: StagedBatch,
-        lineage: Lineage,
-        earlier: tuple[WrittenFile, ...] = (),
-    ) -> WriteTask:
-        is_last = batch == prepared.cached.layout.plan.batches - 1
-        return WriteTask(
+        task = WriteTask(
             root=self._root.path,
             save=save,
             rank=self._ranks.rank,
@@ -530,19 +483,26 @@ class Saver:
             region=staged.slot.region,
             flag_offset=staged.flag_offset,
             generation=staged.generation,
-            batch=batch,
-            last=is_last,
-            values=prepared.values if is_last else [],
+            values=prepared.values,
             times=staged.times,
             options=self._options,
             trainer=Process.here(),
             branch=self._branch,
             lineage=lineage,
             checksummed=pack_offsets(staged.checksummed),
-            earlier=earlier,
             replicas=staged.replicas,
             storage=self._root.options,
-            held=tuple(self.held()) if is_last else (),
+            held=tuple(self.held()),
+        )
+        return SaveHandle(
+            task,
+            staged.slot,
+            observed,
+            on_decided=lambda: self._decided(save),
+            on_differing=lambda report: self._warn_of_replicas(save.step, report),
+            on_removed=self._removed,
+            on_begun=self._on_begun,
+            first_reason=functools.partial(self._first_reason, save),
         )
 
     def _on_begun(self, at_ns: int) -> CallTimer | None:
@@ -572,33 +532,6 @@ class Saver:
                 "; ".join(new),
                 "parts of the values of each rank" if report.mixed else "those of the lowest rank that has them",
             )
-
-    def _wait_for_writers(self, timeout_s: float) -> None:
-        """Wait for messages of the writers or, during a save in batches, of the extra writer."""
-        batches = self._batch_queue
-        if batches is not None and batches.get_num_unfinalized_calls():
-            batches.wait_for_events(timeout_s)
-            timeout_s = 0.0
-        self._queue.wait_for_events(timeout_s)
-
-    # -- saves that do not fit -----------------------------------------------------------------------------------------
-
-    def _write_batch_now(self, handle: SaveHandle) -> None:
-        """Let an extra writer process write a batch while the next one is staged."""
-        if self._batch_queue is None:
-            self._batch_queue = AsyncCallsQueue(timeout_s=self._slot_timeout_s)
-        self._batch_queue.schedule_async_request(AsyncRequest(handle, (), []))
-
-    def _finish_batches(self) -> None:
-        """Wait until the extra writer has written its batches."""
-        if self._batch_queue is None:
-            return
-        try:
-            self._batch_queue.finalize_all(Deadline(self._slot_timeout_s))
-        except CheckpointTimeoutError:
-            raise
-        except CheckpointError as error:  # the save is abandoned, so its last batch fails like any other
-            _log.debug("a batch was not written: %s", error)
 
 
 def _check_step(step: int, method: str) -> None:

@@ -26,7 +26,7 @@ from ckpt.saving.completion import Completion
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.plan_cache import PreparedState
 from ckpt.saving.share import PlanDocuments, Share, chunks_in_slot
-from ckpt.saving.stage import StagedBatch
+from ckpt.saving.stage import StagedShare
 from ckpt.saving.task import WritePlan, are_in, pack_offsets
 from ckpt.staging.arena import Slot
 from ckpt.staging.runs import copy_together
@@ -85,7 +85,7 @@ class HeldSnapshots:
         """The last saves that were snapshots, held or not: name, iteration, and order in that."""
         return [(name, *made) for name, made in self._saves.items()]
 
-    def add(self, prepared: PreparedState, save: SaveId, staged: StagedBatch, lineage: Lineage) -> None:
+    def add(self, prepared: PreparedState, save: SaveId, staged: StagedShare, lineage: Lineage) -> None:
         """Hold a slot that was staged just now, and complete its share. It is counted when that is done."""
         plan = prepared.cached.layout.plan
         share = Share(staged.slot.region)
@@ -241,7 +241,7 @@ class HeldSnapshots:
 class _Completing:
     """Makes the checksums that are missing in a slot, and writes the part of its share."""
 
-    def __init__(self, share: Share, plan: WritePlan, staged: StagedBatch, part: dict[str, Any], held: _Held) -> None:
+    def __init__(self, share: Share, plan: WritePlan, staged: StagedShare, part: dict[str, Any], held: _Held) -> None:
         self._share = share
         self._plan = plan
         self._staged = staged

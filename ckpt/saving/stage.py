@@ -31,7 +31,7 @@ from ckpt.storage.names import SaveId
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["StagedBatch", "Stager", "StagingOptions"]
+__all__ = ["StagedShare", "Stager", "StagingOptions"]
 
 _WAIT_SLICE_S = 1.0
 _LOOK_S = 0.01  # between two looks whether another rank has completed a snapshot
@@ -63,7 +63,7 @@ class StagingOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedBatch:
+class StagedShare:
     """A slot with what was copied, or is being copied, into it.
 
     The copies are complete when the 8 bytes at `flag_offset` hold `generation`. `checksummed` are the offsets of what
@@ -107,7 +107,7 @@ class Stager:
         self._options = options
         self._wait = wait
         self._held = held
-        self._arena = Arena(options.slots, options.max_host_bytes, pin=True)
+        self._arena = Arena(options.slots, pin=True)
         self._copy_stream = _CopyStream()
         self._generation = 0
         self._shared_for: CachedPlan | None = None
@@ -128,11 +128,6 @@ class Stager:
         """How many slots there are."""
         return self._options.slots
 
-    @property
-    def max_slot_bytes(self) -> int | None:
-        """What one slot holds at most; None for no limit."""
-        return self._arena.max_slot_bytes
-
     def meet(self) -> None:
         """Do the part of the next `fit` that waits for other ranks, and needs no plan. Collective."""
         self._forget_exchange()
@@ -150,7 +145,7 @@ class Stager:
             while self._arena.in_use():
                 self._wait_for_writers(deadline)
             self.on_resize()
-            self._arena.resize(-(-needed // HEADER_BYTES) * HEADER_BYTES)
+            self._arena.resize(needed)
         if self._shared_for is plan:
             return
         if self._exchange is None:
@@ -166,10 +161,8 @@ class Stager:
         if (exchange := self._exchange) is not None:
             exchange.cancel()
 
-    def stage(
-        self, prepared: PreparedState, save: SaveId, batch: int, begin: float, *, compared: bool = True
-    ) -> StagedBatch:
-        """Copy one batch of this rank's share into a free slot, which is the writer's afterwards.
+    def stage(self, prepared: PreparedState, save: SaveId, begin: float, *, compared: bool = True) -> StagedShare:
+        """Copy this rank's share into a free slot, which is the writer's afterwards.
 
         `begin` (of `time.perf_counter`) is when the save was called; `compared` says whether samples are taken, to
         compare ranks. CheckpointTimeoutError if no slot becomes free.
@@ -183,9 +176,8 @@ class Stager:
             Share(slot.region).clear()
             tensors = {path: leaf.local for path, leaf in prepared.flat.tensors.items()}
             stream = self._copy_stream.stream_for(tensors.values())
-            compared = compared and batch == plan.layout.plan.batches - 1
             replicas = self._sample(prepared, save, slot, stream) if compared else None
-            staged = self._copy(plan.layout, prepared.flat, tensors, slot, batch, stream)
+            staged = self._copy(plan.layout, prepared.flat, tensors, slot, stream)
             Share(slot.region).label(save.name, self._generation)
             done = time.perf_counter()
         except BaseException:
@@ -199,7 +191,7 @@ class Stager:
             "stall_s": done - begin,
         }
         self._copy_stream.note(staged)
-        return StagedBatch(slot, self._flag_offset, self._generation, staged.checksummed, replicas, times)
+        return StagedShare(slot, self._flag_offset, self._generation, staged.checksummed, replicas, times)
 
     def keep(self, region: SharedMemory) -> None:
         """Use the slot with this memory again only when no other is free: a restore may need what it holds."""
@@ -242,16 +234,15 @@ class Stager:
         flat: FlatState,
         tensors: dict[Path, torch.Tensor],
         slot: Slot,
-        batch: int,
         stream: torch.cuda.Stream | None,
     ) -> Staged:
-        if slot.prepared_for != (layout, batch):
+        if slot.prepared_for is not layout:
             if slot.prepared_for is not None:  # new memory is zero
                 slot.tensor[: self._flag_offset].zero_()
             slot.prepared_for = ()  # nothing, if this is interrupted
-            layout.prepare(batch, slot.region.buffer)
-            slot.prepared_for = layout, batch
-        staged = stage(layout.copies[batch], tensors, slot.tensor, stream)
+            layout.prepare(slot.region.buffer)
+            slot.prepared_for = layout
+        staged = stage(layout.copies, tensors, slot.tensor, stream)
         flag = slot.tensor[self._flag_offset :][:8].view(torch.int64)
         if stream is None:
             flag.fill_(self._generation)

@@ -49,14 +49,13 @@ class _SharedPlan:
 
     cached: CachedPlan
     compression: str | None
-    max_slot_bytes: int | None
 
     def layout_of(self, holder: int, boxes: LocalBoxes, rank: int) -> RankLayout:
         """Return what the slot of `holder` has of these boxes."""
         own = self.cached.layout
         if holder == rank == own.plan.rank and boxes == self.cached.boxes:
             return own
-        return make_restore_layout(self.cached.save_plan, holder, boxes, rank, self.max_slot_bytes)
+        return make_restore_layout(self.cached.save_plan, holder, boxes, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class StagedMemory:
     def share(self, exchange: SlotExchange, plan: CachedPlan, compression: str | None) -> None:
         """Exchange slots with the neighbours, after a state was planned."""
         before = [*self._theirs(), *self._adopted]
-        self._plan = _SharedPlan(plan, compression, self._arena.max_slot_bytes)
+        self._plan = _SharedPlan(plan, compression)
         self._own_rank = exchange.rank
         self._neighbours, self._adopted = {}, before  # what an interrupt leaves
         self._neighbours = exchange.run(slot.region for slot in self._arena.slots)
@@ -112,7 +111,7 @@ class StagedMemory:
             if len(complete) == len(leaves):
                 break  # laying out the slot of a neighbour takes time, also if it has nothing for this rank
             layout = plan.layout_of(holder, boxes, rank)
-            if layout.plan.batches > 1 or not layout.copies[0].ops:
+            if not layout.copies.ops:
                 continue
             if layout.plan.slot_bytes + HEADER_BYTES > region.size:  # of another rank, or plan
                 continue
@@ -120,7 +119,7 @@ class StagedMemory:
             # A neighbour that has not noticed the fault yet may have begun to stage over it.
             if by_path is not None and Share(region).save_name == save_name:
                 copied[holder] = by_path
-                sound.append(layout.copies[0])
+                sound.append(layout.copies)
                 complete = _complete(sound, leaves)
         nbytes = {holder: sum(n for path, n in by.items() if path in complete) for holder, by in copied.items()}
         own = sum(nbytes.pop(holder, 0) for holder in own_shares)
@@ -213,7 +212,7 @@ def _verify_and_copy(
     """
     rank = layout.plan.rank
     slot = torch.frombuffer(region.buffer, dtype=torch.uint8)
-    unstaged = unstage(layout.copies[0], tensors, slot)
+    unstaged = unstage(layout.copies, tensors, slot)
     try:  # while bytes are on their way to a GPU
         chunks = chunks_in_slot(layout.plan, region)
         sound = chunks.files == _recorded(source, rank) and _are_sound(chunks, unstaged, slot)

@@ -1,7 +1,7 @@
 """What the trainer and the writer process of a save tell each other: frozen dataclasses, free of torch.
 
     trainer --- WriteTask -----------------------------------------------▶ writer
-    trainer ◀-- BatchWritten, ReplicasDiffer, SlotFree ------------------- writer
+    trainer ◀-- ReplicasDiffer, SlotFree --------------------------------- writer
     trainer ◀-- SharePublished, StepsRemoved, Abandoned, NotDurable ------ writer
 
 A task holds the plan as bytes that are made once for a structure of state; the writer keeps what it unpickles of them.
@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import pickle
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,13 @@ from ckpt.saving.retention import Retention
 from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned, Reason
-from ckpt.storage.pack_writers import ChunkToCompress, WrittenFile
+from ckpt.storage.pack_writers import ChunkToCompress
 from ckpt.values.containers import Container
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = [
     "COORDINATOR",
-    "BatchWritten",
     "InnerChunks",
     "NotDurable",
     "PlannedFile",
@@ -55,7 +54,7 @@ __all__ = [
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
-_ROWS_PER_REPORT = 1000  # a row is a file or a chunk: at most four numbers, of less than 90 bytes together
+_STEPS_PER_REPORT = 1000  # of less than 20 bytes each
 
 COORDINATOR = 0
 """The rank whose writer begins and publishes every save."""
@@ -63,16 +62,14 @@ COORDINATOR = 0
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file of this rank's pack: `nbytes` bytes at `offset` in the slot of batch number `batch`.
+    """A file of this rank's pack: `nbytes` bytes at `offset` in the slot, with the chunks `first` to `end` (exclusive).
 
-    A save that fits one slot has one batch, number 0. `first` and `end` (exclusive) number its chunks. With node-local
-    files, one that `is_common` has what several ranks hold, and goes to the root.
+    With node-local files, one that `is_common` has what several ranks hold, and goes to the root.
     """
 
     number: int
     offset: int
     nbytes: int
-    batch: int
     first: int
     end: int
     is_common: bool = False
@@ -104,7 +101,7 @@ class WritePlan:
     `to_compress` are the chunks, in the order of `inner_chunks`, if they are to be compressed; their offsets are those
     in their file. `index` is the index of the step, as the coordinator writes it, `aliases` and `containers` (with the
     rank that each belongs to, or None) are what its part says of the whole state; empty on other ranks. `slot_bytes` is
-    what each batch needs at most.
+    the room that all files need in a slot.
     """
 
     rank: int
@@ -117,7 +114,6 @@ class WritePlan:
     aliases: tuple[tuple[Path, Path], ...]
     containers: tuple[tuple[Path, int | None, Container], ...]
     slot_bytes: int
-    batches: int
 
 
 @functools.lru_cache(maxsize=2)
@@ -170,13 +166,12 @@ def _sorted_offsets(data: bytes) -> Array:
 
 @dataclass(frozen=True)
 class WriteTask:
-    """One rank's share of one save, or a batch of it, as its writer process gets it.
+    """One rank's share of one save, as its writer process gets it.
 
-    `plan` is a pickled `WritePlan`. `region` is the slot with the files of batch number `batch`; they are complete
-    when the 8 bytes at `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled.
-    `checksummed` are the offsets in the slot, as bytes, of what has its checksum behind it. `values` are the
-    (encoded) leaves that are not tensors, `times` what the trainer measured, `replicas` the digests of what other
-    ranks have, too. `earlier` are the files that were written with earlier batches. `lineage` is what the
+    `plan` is a pickled `WritePlan`. `region` is the slot with the files; they are complete when the 8 bytes at
+    `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `checksummed` are the offsets in
+    the slot, as bytes, of what has its checksum behind it. `values` are the (encoded) leaves that are not tensors,
+    `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `lineage` is what the
     coordinator records of the save; with a `branch` it first takes over what earlier owners of the root left.
     `storage` is what else is needed to open the `root`. Steps that were published as the saves in `held` are not
     removed by the coordinator.
@@ -189,8 +184,6 @@ class WriteTask:
     region: SharedMemory
     flag_offset: int
     generation: int
-    batch: int
-    last: bool
     values: list[Any]
     times: dict[str, float]
     options: SaveOptions
@@ -198,7 +191,6 @@ class WriteTask:
     branch: Branch | None = None
     lineage: Lineage = field(default_factory=Lineage)
     checksummed: bytes = b""
-    earlier: tuple[WrittenFile, ...] = ()
     replicas: Digests | None = None
     storage: StorageOptions | None = None
     held: tuple[str, ...] = ()
@@ -207,40 +199,6 @@ class WriteTask:
 @dataclass(frozen=True, slots=True)
 class SlotFree:
     """Nothing reads the slot any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchWritten:
-    """These files of a batch are written and durable; the part manifest will list them.
-
-    A file with many compressed chunks is in several reports, one behind the other, each with some of its chunks.
-    """
-
-    files: tuple[WrittenFile, ...]
-
-    @classmethod
-    def reports(cls, files: Iterable[WrittenFile]) -> Iterator[BatchWritten]:
-        """Yield the reports of these files. Each is small enough for a message."""
-        pieces: list[WrittenFile] = []
-        rows = 0
-        for file in files:
-            for first in range(0, max(1, len(file.chunks)), _ROWS_PER_REPORT):
-                piece = replace(file, chunks=file.chunks[first : first + _ROWS_PER_REPORT])
-                if rows + 1 + len(piece.chunks) > _ROWS_PER_REPORT and pieces:
-                    yield cls(tuple(pieces))
-                    pieces, rows = [], 0
-                pieces.append(piece)
-                rows += 1 + len(piece.chunks)
-        yield cls(tuple(pieces))
-
-    def appended(self, written: list[WrittenFile]) -> list[WrittenFile]:
-        """Return the files of earlier reports and of this one. Each file is there once, with all its chunks."""
-        files = list(written)
-        for piece in self.files:
-            if files and files[-1].number == piece.number:
-                piece = replace(piece, chunks=files.pop().chunks + piece.chunks)
-            files.append(piece)
-        return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,15 +211,14 @@ class ReplicasDiffer:
 
 @dataclass(frozen=True, slots=True)
 class SharePublished:
-    """The step is published. `nbytes` are what this rank has written, `batch_nbytes` those of its last batch.
+    """The step is published. `nbytes` are what this rank has written.
 
-    `at` is when the writer knew that, `write_begin` when it began to write the last batch, by `time.time`; `write_s`
-    and `sync_s` are how long that took.
+    `at` is when the writer knew that, `write_begin` when it began to write, by `time.time`; `write_s` and `sync_s` are
+    how long that took.
     """
 
     at: float
     nbytes: int
-    batch_nbytes: int
     write_begin: float
     write_s: float
     sync_s: float
@@ -277,8 +234,8 @@ class StepsRemoved:
     @classmethod
     def reports(cls, left: int, removed: Sequence[int]) -> Iterator[StepsRemoved]:
         """Yield the reports of removed steps. Each is small enough for a message."""
-        for first in range(0, len(removed), _ROWS_PER_REPORT):
-            yield cls(left, tuple(removed[first : first + _ROWS_PER_REPORT]))
+        for first in range(0, len(removed), _STEPS_PER_REPORT):
+            yield cls(left, tuple(removed[first : first + _STEPS_PER_REPORT]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +245,7 @@ class NotDurable:
     message: str
 
 
-Report = SlotFree | BatchWritten | ReplicasDiffer | SharePublished | StepsRemoved | Abandoned | NotDurable
+Report = SlotFree | ReplicasDiffer | SharePublished | StepsRemoved | Abandoned | NotDurable
 """What a writer tells its trainer while it runs a task."""
 
 
@@ -297,8 +254,6 @@ def to_event(report: Report) -> dict[str, Any]:
     match report:
         case SlotFree():
             return {"slot_free": True}
-        case BatchWritten(files):
-            return {"written": [[file.number, file.nbytes, file.crc32c, file.chunks] for file in files]}
         case ReplicasDiffer(names, mixed):
             return {"differing": list(names), "mixed": mixed}
         case SharePublished():
@@ -316,8 +271,6 @@ def from_event(event: dict[str, Any]) -> Report:
     match event:
         case {"slot_free": True}:
             return SlotFree()
-        case {"written": files}:
-            return BatchWritten(tuple(_written(files)))
         case {"differing": names, "mixed": mixed}:
             return ReplicasDiffer(tuple(map(str, names)), bool(mixed))
         case {"published": times}:
@@ -329,9 +282,3 @@ def from_event(event: dict[str, Any]) -> Report:
         case {"not_durable": message}:
             return NotDurable(str(message))
     raise ValueError(f"not a report of a writer: {event!r:.200}")
-
-
-def _written(files: Iterable[Any]) -> Iterable[WrittenFile]:
-    for number, nbytes, crc32c, chunks in files:
-        places = tuple((int(array), int(copy), int(offset), int(size)) for array, copy, offset, size in chunks)
-        yield WrittenFile(int(number), int(nbytes), int(crc32c), places)

@@ -45,7 +45,6 @@ from ckpt.saving.removal import Remover
 from ckpt.saving.retention import Facts, PublishedStep, retain
 from ckpt.saving.task import (
     COORDINATOR,
-    BatchWritten,
     NotDurable,
     PlannedFile,
     ReplicasDiffer,
@@ -59,7 +58,7 @@ from ckpt.saving.task import (
     unpickled_plan,
 )
 from ckpt.saving.waiting import LookSchedule, OrphanedError, Waiting, look_schedule, ranks_here
-from ckpt.storage.chunk_layout import PAGE_BYTES
+from ckpt.storage.chunk_layout import in_pages
 from ckpt.storage.documents import decode_document
 from ckpt.storage.interface import PartsWatch, Pending
 from ckpt.storage.leases import Lease, Leases
@@ -96,9 +95,18 @@ def write_share(task: WriteTask, report: Callable[[Report], None] | None = None)
 
 
 class ShareWriter:
-    """Writes one rank's share of one save, or a batch of it. Lives for one call, in one thread."""
+    """Writes one rank's share of one save. Lives for one call, in one thread.
 
-    def __init__(self, task: WriteTask, report: Callable[[Report], None] | None = None) -> None:
+    `memory_of` returns the bytes of a file, in whole pages; None: they are in the slot. It is called in the threads
+    that write, as many as the task says, and the bytes are written before the thread calls it again.
+    """
+
+    def __init__(
+        self,
+        task: WriteTask,
+        report: Callable[[Report], None] | None = None,
+        memory_of: Callable[[PlannedFile], memoryview] | None = None,
+    ) -> None:
         self.task = task
         self.plan = unpickled_plan(task.plan)
         self.pending: Pending = open_root(task.root, task.storage).pending_save(task.save)
@@ -106,16 +114,17 @@ class ShareWriter:
         self.packs = None if here is None else NodePacks(here, self.pending.root)
         self.context = context.current()  # None in the trainer; the threads of a pool have none of their own
         self._report_here = report
+        self._memory_of = memory_of or self._in_slot
         self._written: SharePublished | None = None  # what will be reported, but for the time
 
     def run(self) -> None:
-        """Write, and wait for the decision; a batch that is not the last is only written.
+        """Write, and wait for the decision.
 
         Raises SaveAbandonedError or CheckpointExistsError if the save is abandoned, FencedError if a later job owns the
         root, NotDurableError if the step is published but may be lost with the power.
         """
         task = self.task
-        outcome: Published | Abandoned | Fenced | None
+        outcome: Published | Abandoned | Fenced
         lease: Lease | None = None
         try:
             lease = self._register()
@@ -140,7 +149,7 @@ class ShareWriter:
                 self._report(replace(self._written, at=time.time()))
             if task.rank == COORDINATOR:
                 self._retain()
-        if isinstance(outcome, Published | Abandoned):
+        if not isinstance(outcome, Fenced):
             if self.packs is not None:
                 self.packs.note_decided(task.save)
             self._remove_later(others=isinstance(outcome, Abandoned))
@@ -149,22 +158,15 @@ class ShareWriter:
         if isinstance(outcome, Abandoned | Fenced):
             raise error_for(task.save, outcome)
 
-    def _write_and_decide(self) -> Published | Abandoned | None:
-        """Take all steps in order. None for a batch that is not the last: nothing is decided with it."""
+    def _write_and_decide(self) -> Published | Abandoned:
+        """Take all steps in order."""
         self._wait_until_staged()
         with self._removal_held():
             self._begin()
             written, times = self._write()
-        if not self.task.last:
-            for report in BatchWritten.reports(written):
-                self._report(report)
         self._report(SlotFree())
-        if not self.task.last:
-            return None
         manifest = self._manifest(written, times)
-        batch_nbytes = sum(file.nbytes for file in written)
-        nbytes = batch_nbytes + sum(file.nbytes for file in self.task.earlier)
-        self._written = SharePublished(0.0, nbytes, batch_nbytes, **times)
+        self._written = SharePublished(0.0, sum(file.nbytes for file in written), **times)
         return self._decide((manifest, self.pending.write_part(self.task.rank, manifest)))
 
     def _tell_of_recoveries(self) -> None:
@@ -238,13 +240,13 @@ class ShareWriter:
 
         What they write before it is in no save that can be published, until the coordinator has begun it.
         """
-        if self.task.rank == COORDINATOR and self.task.batch == 0:
+        if self.task.rank == COORDINATOR:
             self._open()
         else:
             self.pending.join()
-        if self.packs is not None and self.task.batch == 0:
+        if self.packs is not None:
             self.packs.clean_before(self.task.save.owner)
-        if self.task.options.retention.reuse_files and self.task.batch == 0:
+        if self.task.options.retention.reuse_files:
             self.pending.take_recycled(self.plan.plan_digest, self._files())
 
     def _open(self) -> None:
@@ -267,7 +269,7 @@ class ShareWriter:
         return [pack_file(self.task.rank, file.number) for file in self.plan.files]
 
     def _write(self) -> tuple[list[WrittenFile], dict[str, float]]:
-        """Write the files of the batch and make them durable; return what was written, and how long that took."""
+        """Write the files and make them durable; return what was written, and how long that took."""
         begin, started = time.time(), time.perf_counter()  # the second clock is never set
         plan, task = self.plan, self.task
         threads = task.options.threads
@@ -281,8 +283,8 @@ class ShareWriter:
             return written
 
         with ThreadPoolExecutor(threads, "ckpt-write") as pool:
-            written = list(pool.map(write_one, (file for file in plan.files if file.batch == task.batch)))
-        if plan.index and task.last:
+            written = list(pool.map(write_one, plan.files))
+        if plan.index:
             shared.write_documents({INDEX: plan.index, REFERENCES: _references(plan.index, plan.world_size)})
         end = time.perf_counter()
         own.finish()
@@ -294,22 +296,23 @@ class ShareWriter:
     def _file_job(self, file: PlannedFile) -> FileJob:
         starts, sizes = self.plan.inner_chunks.each(file.first, file.end)
         done = are_in(self.task.checksummed, starts)
-        memory = self.task.region.buffer[file.offset : file.offset + -(-file.nbytes // PAGE_BYTES) * PAGE_BYTES]
         to_compress = self.plan.to_compress[file.first : file.end]
-        return FileJob(file.number, file.nbytes, memory, starts - file.offset, sizes, done, to_compress)
+        return FileJob(file.number, file.nbytes, self._memory_of(file), starts - file.offset, sizes, done, to_compress)
+
+    def _in_slot(self, file: PlannedFile) -> memoryview:
+        return self.task.region.buffer[file.offset : file.offset + in_pages(file.nbytes)]
 
     def _manifest(self, written: list[WrittenFile], times: dict[str, float]) -> dict[str, Any]:
         """Return the part manifest. With it in the save, this rank's part is complete."""
         plan, task = self.plan, self.task
-        files = sorted((*task.earlier, *written), key=lambda file: file.number)
         replicas = {} if task.replicas is None else {"replicas": task.replicas.document(task.region.buffer)}
-        chunks = [[array, copy, file.number, *place] for file in files for array, copy, *place in file.chunks]
+        chunks = [[array, copy, file.number, *place] for file in written for array, copy, *place in file.chunks]
         return {
             "save": task.save.name,
             "rank": task.rank,
             "world_size": plan.world_size,
             "plan": plan.plan_digest,
-            "files": [[file.number, file.nbytes, file.crc32c] for file in files],
+            "files": [[file.number, file.nbytes, file.crc32c] for file in written],
             "values": task.values,
             "aliases": [[list(path), list(target)] for path, target in plan.aliases],
             "containers": [[list(path), rank, each.to_document()] for path, rank, each in plan.containers],
@@ -369,7 +372,7 @@ class ShareWriter:
             return replace(reason, is_known=not isinstance(self.pending.outcome(), Abandoned))
         return reason
 
-    def _explained(self, outcome: Published | Abandoned | Fenced | None) -> Published | Abandoned | Fenced | None:
+    def _explained(self, outcome: Published | Abandoned | Fenced) -> Published | Abandoned | Fenced:
         """Wait for the reason of an abandoned save that storage did not take, as on a full disk, for some seconds.
 
         The trainer of the rank that knows it tells the others, and may be busy.

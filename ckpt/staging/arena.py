@@ -123,7 +123,7 @@ class Slot:
 class Arena:
     """`slots` slots of the same size, made when first needed. Belongs to one thread of the trainer."""
 
-    def __init__(self, slots: int, max_host_bytes: int | None, pin: bool) -> None:
+    def __init__(self, slots: int, pin: bool) -> None:
         if slots < 1:
             raise ValueError(f"an arena needs at least one slot, not {slots}")
         self._count = slots
@@ -132,7 +132,6 @@ class Arena:
         self._outgrown: list[Slot] = []  # too small, but held
         self._thread: threading.Thread | None = None  # prepares all of `_slots`, and nothing else
         self._stopped = threading.Event()
-        self.max_slot_bytes = None if max_host_bytes is None else max_host_bytes // slots
         self.slot_bytes = 0
         self._acquired = 0
         self._kept: Slot | None = None

@@ -28,6 +28,7 @@ __all__ = [
     "InnerChunk",
     "checksum_to_bytes",
     "chunk_layout",
+    "in_pages",
     "indices",
 ]
 
@@ -38,6 +39,11 @@ INDEX_ENTRY_BYTES = 16
 """An offset and a length."""
 
 _LEFT_OUT = (2**64 - 1, 2**64 - 1)  # the index entry of an inner chunk that is left out
+
+
+def in_pages(nbytes: int) -> int:
+    """Return a size, rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 @dataclass(frozen=True)

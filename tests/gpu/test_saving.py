@@ -53,7 +53,7 @@ def test_a_save_holds_the_state_of_its_step_while_training_goes_on(tmp_path: Pat
 
 
 def test_the_arena_is_pinned() -> None:
-    arena = Arena(1, None, pin=True)
+    arena = Arena(1, pin=True)
     try:
         arena.resize(1 << 20)
         slot = arena.acquire(1, lambda: pytest.fail("a new arena has a free slot"))
@@ -102,14 +102,13 @@ def on_gpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("max_host_bytes", [None, 1 << 18])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_files_are_those_of_a_save_from_the_cpu(tmp_path: Path, max_host_bytes: int | None, overlap: bool) -> None:
+def test_the_files_are_those_of_a_save_from_the_cpu(tmp_path: Path, overlap: bool) -> None:
     state = every_kind_of_tensor()
     written = {}
     for name, saved in (("cpu", state), ("cuda", on_gpu(state))):
         root = tmp_path / name
-        staging = ckpt.Staging(file_bytes=40_000, inner_bytes=3_000, overlap=overlap, max_host_bytes=max_host_bytes)
+        staging = ckpt.Staging(file_bytes=40_000, inner_bytes=3_000, overlap=overlap)
         with ckpt.Checkpointer(root, staging=staging) as checkpointer:
             for step in (1, 2, 3):  # the slots are used again
                 checkpointer.save(saved, step)

@@ -35,6 +35,7 @@ from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.ranks import Ranks
+from ckpt.saving.host_memory import HostLimit
 from ckpt.saving.plan_cache import PlanCache
 from ckpt.saving.publish import publish
 from ckpt.storage.commit import PendingSave
@@ -150,7 +151,7 @@ def _plan(tensors: int, ranks: int, repeats: int) -> Figures:
         taken: Figures = {"first": [], "cached": [], "first_replicated": [], "cached_replicated": []}
         for _ in range(repeats):
             for ending, state in states.items():
-                planner = PlanCache(_Echo(), GridOptions(), None, None)
+                planner = PlanCache(_Echo(), GridOptions(), HostLimit(2), None)
                 taken["first" + ending].append(_prepare(planner, state))
                 taken["cached" + ending].append(_prepare(planner, state))
         return {**taken, "memory": [_most_memory() - before]}

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import logging
 import os
 import resource
 import signal
@@ -14,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -33,12 +31,10 @@ from ckpt.storage.commit import Abandoned, PendingSave, Published, Reason
 from ckpt.storage.directories import lock_shared
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
-from ckpt.validation import validate
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate, ask
 from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import LeakCheck, launch_ranks, run_ranks
-from tests.support.selection import full_only
 
 _MB = 1 << 20
 _AT_ONCE_S = 15.0  # on a busy machine; every time limit that could end the wait instead is longer
@@ -596,74 +592,6 @@ def test_left_over_saves_are_decided_by_the_next_start(
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
-
-
-def _pieces_state(value: int) -> dict[str, Any]:
-    rng = np.random.default_rng(value)
-    return {f"w{i}": torch.from_numpy(rng.standard_normal(50_000)) for i in range(12)} | {"value": value}
-
-
-_PIECES = {
-    "large files": ckpt.Staging(max_host_bytes=2 * _MB, file_bytes=500_000),
-    "small files": ckpt.Staging(max_host_bytes=2 * _MB, file_bytes=100_000, inner_bytes=20_000),
-    "zstd": ckpt.Staging(max_host_bytes=2 * _MB, file_bytes=300_000, compression="zstd"),
-}
-
-
-def _in_pieces(rank: int, world_size: int, root: Path, pieces: str) -> list[Any]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ckpt").addHandler(handler)
-    with ckpt.Checkpointer(root, staging=_PIECES[pieces]) as checkpointer:
-        for step in range(1, 4):
-            checkpointer.async_save(_pieces_state(step), step)
-            checkpointer.maybe_finalize()
-        checkpointer.maybe_finalize(blocking=True)
-        if rank == world_size - 1:
-            _limit_file_size(checkpointer._parts.saver._batch_queue, 16 << 10)  # type: ignore[arg-type]
-        failed = _what_happens(checkpointer, _pieces_state(4), 4)
-        if rank == world_size - 1:
-            _limit_file_size(checkpointer._parts.saver._batch_queue, resource.RLIM_INFINITY)  # type: ignore[arg-type]
-        after = _what_happens(checkpointer, _pieces_state(5), 5)
-    return [sum("batches" in record for record in records), failed, after]
-
-
-@pytest.mark.parametrize(("world_size", "pieces"), [(1, "large files"), (2, "small files"), (2, "zstd")])
-def test_a_save_that_does_not_fit_is_staged_in_pieces(tmp_path: Path, world_size: int, pieces: str) -> None:
-    print("seeds 1 to 5")
-    for result in run_ranks(_in_pieces, world_size, tmp_path, pieces):
-        logged, failed, after = result.value
-        assert logged == 1
-        assert (failed["rank"], failed["step"]) == (world_size - 1, 4)
-        assert "ulimit -f" in failed["text"]
-        assert after == {"finalized": [5]}
-    with ckpt.Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.all_steps() == [1, 2, 3, 5]
-        for step in (1, 3, 5):
-            state, expected = _pieces_state(0), _pieces_state(step)
-            checkpointer.restore(state, step)
-            for name, value in expected.items():
-                same = value.numpy().tobytes() == state[name].numpy().tobytes() if name != "value" else value == step
-                assert same, name
-
-
-@pytest.mark.parametrize("compression", [None, pytest.param("zstd", marks=full_only)])
-def test_a_batch_with_thousands_of_chunks_is_reported(tmp_path: Path, compression: str | None) -> None:
-    """What a writer says of a batch does not fit one message; the last batch's part manifest lists all chunks."""
-    state: dict[str, Any] = {f"t{n}": torch.tensor(float(n)) for n in range(9000)}
-    state |= {f"w{n}": torch.arange(50_000.0) + n for n in range(6)}
-    staging = ckpt.Staging(max_host_bytes=_MB, file_bytes=200_000, compression=compression)
-    with ckpt.Checkpointer(tmp_path, staging=staging) as checkpointer:
-        for step in (1, 2):
-            state["w3"] += 1
-            checkpointer.save(state, step)
-    with ckpt.Checkpointer(tmp_path) as checkpointer:
-        restored = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        assert checkpointer.restore(restored) == 2
-    assert [name for name in state if not torch.equal(state[name], restored[name])] == []
-    report = validate(str(tmp_path / "step_00000002"))
-    assert report.whole
 
 
 def test_slots_that_do_not_become_free_are_an_error_with_a_deadline(tmp_path: Path, leak_check: LeakCheck) -> None:

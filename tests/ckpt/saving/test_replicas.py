@@ -247,21 +247,3 @@ def test_values_that_differ_are_those_of_the_lowest_rank_and_named_once(tmp_path
     assert stored["loss"] == 0.5
     assert stored["history"] == [0, 0, 0]
     assert stored["seen"].tolist() == [0, 3]
-
-
-def _in_pieces(rank: int, world_size: int, root: Path) -> Any:
-    state = {str(number): torch.full((100_000,), float(number)) for number in range(8)}
-    outcomes = []
-    with ckpt.Checkpointer(root, staging=ckpt.Staging(max_host_bytes=2 << 20, file_bytes=1 << 18)) as checkpointer:
-        for step in (1, 2):
-            outcomes.append(_outcome_of_save(checkpointer, state, step))
-            state["5"] += rank
-        return outcomes
-
-
-def test_a_state_that_is_staged_in_pieces_is_compared_too(tmp_path: Path) -> None:
-    for result in run_ranks(_in_pieces, 2, tmp_path):
-        before, after = result.value
-        assert before == "published"
-        assert "1 parameter(s)" in after
-        assert "5 (rank 1 unlike rank 0)" in after

@@ -23,7 +23,7 @@ def test_acquire_waits_until_the_slot_is_ready(monkeypatch: pytest.MonkeyPatch, 
         original(region)
 
     monkeypatch.setattr(SharedMemory, "prefault", slow)
-    arena = Arena(2, None, pin=False)
+    arena = Arena(2, pin=False)
     arena.resize(1 << 20)  # does not wait
     assert begun.wait(20)
     threading.Timer(0.05, go.set).start()
@@ -43,7 +43,7 @@ def test_close_ends_the_thread(monkeypatch: pytest.MonkeyPatch, leak_check: Leak
             pass
 
     monkeypatch.setattr(SharedMemory, "prefault", endless)
-    arena = Arena(2, None, pin=False)
+    arena = Arena(2, pin=False)
     arena.resize(1 << 20)
     assert begun.wait(20)
     arena.close()
@@ -56,7 +56,7 @@ def test_without_memory_the_save_fails_and_the_next_may_work(
     def refuse(region: SharedMemory, stopped: object) -> None:
         raise OSError(errno.ENOMEM, "no memory")
 
-    arena = Arena(2, None, pin=False)
+    arena = Arena(2, pin=False)
     with monkeypatch.context() as patch:
         patch.setattr(SharedMemory, "prefault", refuse)
         arena.resize(1 << 20)
@@ -69,7 +69,7 @@ def test_without_memory_the_save_fails_and_the_next_may_work(
 
 
 def test_a_kept_slot_is_held_when_it_is_released(leak_check: LeakCheck) -> None:
-    arena = Arena(2, None, pin=False)
+    arena = Arena(2, pin=False)
     arena.resize(1 << 16)
     first = arena.acquire(1, no_wait)
     first.is_kept = True
@@ -86,7 +86,7 @@ def test_a_kept_slot_is_held_when_it_is_released(leak_check: LeakCheck) -> None:
 
 
 def test_a_slot_that_is_let_go_while_it_is_written_stays_the_writers(leak_check: LeakCheck) -> None:
-    arena = Arena(1, None, pin=False)
+    arena = Arena(1, pin=False)
     arena.resize(1 << 16)
     slot = arena.acquire(1, no_wait)
     slot.is_kept, slot.state = True, SlotState.WRITING
@@ -98,7 +98,7 @@ def test_a_slot_that_is_let_go_while_it_is_written_stays_the_writers(leak_check:
 
 
 def test_a_slot_that_is_pinned_when_it_is_free_is_not_staged_over(leak_check: LeakCheck) -> None:
-    arena = Arena(2, None, pin=False)
+    arena = Arena(2, pin=False)
     arena.resize(1 << 16)
     first = arena.acquire(1, no_wait)
     first.release()
@@ -113,7 +113,7 @@ def test_a_slot_that_is_pinned_when_it_is_free_is_not_staged_over(leak_check: Le
 
 
 def test_held_slots_outlive_a_resize(leak_check: LeakCheck) -> None:
-    arena = Arena(2, None, pin=False)
+    arena = Arena(2, pin=False)
     arena.resize(1 << 16)
     held = arena.acquire(1, no_wait)
     held.tensor.fill_(7)

@@ -395,26 +395,25 @@ def test_a_difference_is_found(run: Commands, tmp_path: Path, monkeypatch: pytes
 def test_a_failed_conversion_publishes_nothing(run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt.formats import step_writer
 
-    monkeypatch.setattr(step_writer, "_SLOT_BYTES", 97 << 20)  # one file
-    tensors = {"a": torch.zeros(15 << 20), "b": torch.zeros(15 << 20)}
+    tensors = {"a": torch.zeros(15 << 20), "b": torch.zeros(15 << 20)}  # two files
     torch.save(tensors, tmp_path / "whole.pt")
     save_file(tensors, tmp_path / "a.safetensors")
-    fill, calls = step_writer._fill, []
+    fill, calls = step_writer._Files.fill, []
 
-    def truncate_later(*arguments: Any) -> None:
+    def truncate_later(*arguments: Any) -> memoryview:
         if calls:
             with open(tmp_path / "a.safetensors", "r+b") as stream:
                 stream.truncate(1000)
         calls.append(arguments)
-        fill(*arguments)
+        return fill(*arguments)
 
-    monkeypatch.setattr(step_writer, "_fill", truncate_later)
+    monkeypatch.setattr(step_writer._Files, "fill", truncate_later)
     assert "truncated" in run.refused("convert", tmp_path / "a.safetensors", tmp_path / "root", code=1)
     assert len(calls) == 2
     assert list((tmp_path / "root" / ".pending").iterdir()) == []
     assert run.json("ls", tmp_path / "root")
     assert not list((tmp_path / "root").glob("step_*"))
-    monkeypatch.setattr(step_writer, "_fill", fill)
+    monkeypatch.setattr(step_writer._Files, "fill", fill)
     run("convert", tmp_path / "whole.pt", tmp_path / "root")
     run("validate", tmp_path / "root")
 
