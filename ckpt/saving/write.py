@@ -247,7 +247,8 @@ class ShareWriter:
         if self.packs is not None:
             self.packs.clean_before(self.task.save.owner)
         if self.task.options.retention.reuse_files:
-            self.pending.take_recycled(self.plan.plan_digest, self._files())
+            names = [pack_file(self.task.rank, file.number) for file in self.plan.files]
+            self.pending.take_recycled(self.plan.plan_digest, names)
 
     def _open(self) -> None:
         """Begin the save: with its intent it can be published."""
@@ -263,10 +264,6 @@ class ShareWriter:
         continues = (task.branch or Branch()).before(pending.root, task.save.owner)
         lineage = task.lineage.to_document()
         pending.begin(self.plan.world_size, self.plan.plan_digest, continues, others, lineage)
-
-    def _files(self) -> list[str]:
-        """Return the files that this rank writes, relative to the save."""
-        return [pack_file(self.task.rank, file.number) for file in self.plan.files]
 
     def _write(self) -> tuple[list[WrittenFile], dict[str, float]]:
         """Write the files and make them durable; return what was written, and how long that took."""
