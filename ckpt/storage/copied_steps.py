@@ -36,11 +36,15 @@ _OF_STORE = ("records", "saves", "owner", "readers")
 
 
 class CopiedDirectories:
-    """The steps in a store that were copied there from a directory. Any thread. Each intent is read once."""
+    """The steps in a store that were copied there from a directory. Any thread. Each intent is read once.
+
+    Nothing is listed any more when this process has taken them in: a save asks for the newest step each time.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._read: dict[str, Record | None] = {}  # by the name of the directory
+        self._taken_in = False
 
     def records(self, recorded: Collection[str], *, only: bool) -> list[Record]:
         """Return records for the steps of which the store has none: `recorded` are the names of saves that have one.
@@ -48,6 +52,8 @@ class CopiedDirectories:
         One list, and a few reads for each new step. `only` says that the root has no other step: then StorageError
         if there is a step that cannot be taken in, because training must not start from scratch.
         """
+        if self._taken_in:
+            return []
         folders = [name for name in self._store.names("")[0] if PUBLISHED_STEP.fullmatch(name)]
         new = [name for name in folders if self._read.get(name) is None]
         if new:
@@ -60,6 +66,13 @@ class CopiedDirectories:
                 "it was renamed or copied in part. Copy it again, as a whole, or remove it"
             )
         return [record for record in found if record.save.name not in recorded]
+
+    def take_in(self, records: Records) -> None:
+        """Create the records of the steps that have none, the newest first: a restore uses that. For the owner."""
+        recorded = [record.save.name for record in records.all()]
+        for record in reversed(self.records(recorded, only=False)):
+            records.create(record)
+        self._taken_in = True
 
     def _record(self, folder: str) -> Record | None:
         step = StoreStep(self._store, folder)

@@ -100,7 +100,7 @@ class CheckpointRoot(DirectoryRoot):
     def step_path(self, step: int) -> str:
         """Return the directory of `step` once it is published; or where it was copied to from an object store."""
         path = os.path.join(self.path, step_name(step))
-        is_copied = self._copied.are_there() and not os.path.lexists(path)
+        is_copied = self._copied.are_there() and not files.exists(path)
         return self._copied.steps(only=False).get(step, path) if is_copied else path
 
     def steps(self) -> list[int]:

@@ -9,6 +9,7 @@ import urllib.parse
 from dataclasses import replace
 
 from ckpt.errors import StorageError
+from ckpt.storage.files import exists
 from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import CheckpointRoot
@@ -123,16 +124,14 @@ def own_root(path: str | os.PathLike[str], options: StorageOptions | None = None
     where = absolute(path)
     if where.startswith("memory://"):
         raise StorageError(f"{where} is the memory of one process, and no root of a job; give a directory")
-    if where.startswith("directory://") and os.path.exists(f"{where.removeprefix('directory://')}/.owner"):
-        raise StorageError(f"{where} is a root in a directory; give its path, {where.removeprefix('directory://')}")
     if not is_object_url(path):
         own_directory(where, "a checkpoint root")
     elif (match := _IN_SAVE.fullmatch(where)) is not None:
         raise StorageError(f"{where} is a step, or inside of one, and not a checkpoint root; give {match['root']}")
     else:
-        if where.startswith("directory://"):
-            own_directory(where.removeprefix("directory://"), "a checkpoint root")
         _refuse_named_step(where, options or StorageOptions.of(None, _TIMEOUT_S))
+        if where.startswith("directory://"):
+            _refuse_plain_root(where)
     return open_root(path, options)
 
 
@@ -151,6 +150,14 @@ def _refuse_named_step(url: str, options: StorageOptions) -> None:
     else:
         return
     raise StorageError(f"{url} is a step, or inside of one, and not a checkpoint root; give {root}")
+
+
+def _refuse_plain_root(url: str) -> None:
+    """Raise StorageError for a ``directory://`` URL of a root that has a plain path, or of one of its steps."""
+    path = url.removeprefix("directory://")
+    own_directory(path, "a checkpoint root")
+    if exists(os.path.join(path, ".owner")):
+        raise StorageError(f"{url} is a root in a directory; give its path, {path}")
 
 
 def own_directory(path: str, what: str) -> str:

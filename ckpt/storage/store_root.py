@@ -305,9 +305,7 @@ class StoreRoot(Root):
 
     def refresh(self) -> None:
         """See `Root.refresh`: a list shows what was put before it. Two lists."""
-        recorded = [record.save.name for record in self._records.all()]
-        for record in reversed(self._copied.records(recorded, only=False)):  # the newest first: a restore uses that
-            self._records.create(record)
+        self._copied.take_in(self._records)
 
     def check_links(self) -> None:
         """See `Root.check_links`: there are none."""

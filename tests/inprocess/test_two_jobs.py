@@ -126,7 +126,7 @@ def test_a_rank_in_another_step_of_slurm_that_comes_first_is_not_taken(steps: Tw
 
 def test_ranks_that_do_not_come_are_named() -> None:
     def main(rank: int, world_size: int) -> Any:
-        times = {**SHORT, **seconds(hard_timeout=1.5, heartbeat_timeout=2, barrier_timeout=3)}
+        times = {**SHORT, **seconds(soft_timeout=1, hard_timeout=1.5, heartbeat_timeout=2, barrier_timeout=3)}
         return outcome(lambda: Wrapper(**times)(int)()) if rank == 0 else None
 
     kind, text, _ = rank_values(main, 2)[0]
