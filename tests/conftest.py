@@ -1,3 +1,4 @@
+import faulthandler
 import gc
 import os
 import signal
@@ -17,8 +18,29 @@ use_hypothesis_profile()
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
+_HANG_S = 30
+_stderr = -1
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End this process, with its stacks, if a test does not end after its time limit: it hangs in a call of C.
+
+    The limit raises an exception, which does not get through there. Another process goes on with the other tests.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker is not None and marker.args else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit_s + _HANG_S, exit=True, file=_stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def pytest_configure() -> None:
     """A shell starts what runs in its background with SIGINT ignored, and processes of tests would inherit that."""
+    global _stderr
+    _stderr = os.dup(2)  # that of this process, before it is captured
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

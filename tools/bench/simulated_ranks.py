@@ -20,6 +20,7 @@ from inprocess.agreement import Agreement
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, Namespace, RestartIndex
 from inprocess.monitor_process.sibling import SiblingMonitor
+from inprocess.repetition import SECONDS
 from tools.bench.simulated_client import SimulatedClient
 
 __all__ = ["Command", "SimulatedRank"]
@@ -90,6 +91,7 @@ class SimulatedRank:
         assert agreement.wait_outcome(_LONG_S) is not None
         agreement.has_hang()
         agreement.last_call(self.rank, _LONG_S)
+        agreement.report_progress({SECONDS: 0})
         agreement.arrive_at_end(self.rank)
         agreement.wait_roster(self.rank, _LONG_S, _LONG_S)
         self._stop_sibling()

@@ -108,6 +108,7 @@ def test_a_host_that_is_stopped_blocks_nobody() -> None:
         assert child.stdout is not None
         port = int(child.stdout.readline())
         child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)  # all its threads have stopped: the one that answers, too
         timer = threading.Timer(0.5, async_raise, (threading.get_ident(), Interrupted))
         timer.start()
         started = time.monotonic()
