@@ -6,9 +6,10 @@ the process that recovers what an earlier start left. Needs only what is in the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +62,10 @@ def publish(
             raise CheckpointCorruptError(f"{pending.path} has lost its intent.json; was it changed by hand?")
         return outcome
     documents = {name: pending.read_document(f"{name}.json") for name in ("index", "references")}
-    parts = _all_parts(pending, intent["world_size"], written or {})
-    documents = merged(pending.path, intent, documents, parts, tick, warn)
+    # Closed here, not by the garbage collector: that may run while this thread holds the lock of `threading` that the
+    # end of a thread needs, and waits for the threads of the pool.
+    with contextlib.closing(_all_parts(pending, intent["world_size"], written or {})) as parts:
+        documents = merged(pending.path, intent, documents, parts, tick, warn)
     tick()
     pending.write_documents(documents)
     tick()
@@ -143,7 +146,7 @@ def _read_index(data: bytes, world_size: int) -> _Index:
         return _Index.of(PackIndex.from_document(decode_document(data, INDEX), world_size))
 
 
-def _all_parts(pending: Pending, world_size: int, known: Mapping[int, PartFile]) -> Iterator[PartFile]:
+def _all_parts(pending: Pending, world_size: int, known: Mapping[int, PartFile]) -> Generator[PartFile]:
     """Yield the parts of all ranks, in order, of which a few hundred at most are in memory.
 
     Several are read at once, as each waits for a network file system.

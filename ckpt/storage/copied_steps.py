@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from ckpt.errors import CheckpointCorruptError, StorageError
@@ -32,7 +33,18 @@ from ckpt.storage.stores.interface import Store
 __all__ = ["CopiedDirectories", "CopiedObjects"]
 
 _READERS = 16
-_OF_STORE = ("records", "saves", "owner", "readers")
+
+
+def _is_save(name: str) -> bool:
+    return parse_save_name(name) is not None
+
+
+_OF_STORE: dict[str, Callable[[str], object]] = {  # folders, and whether a name in them is one of a root in a store
+    "readers": _is_save,
+    "owner": re.compile(r"\d{8,18}(\.json)?|root\.json|clock|probe-\w+").fullmatch,
+    "saves": _is_save,
+    "records": _is_save,
+}
 
 
 class CopiedDirectories:
@@ -46,15 +58,16 @@ class CopiedDirectories:
         self._read: dict[str, Record | None] = {}  # by the name of the directory
         self._taken_in = False
 
-    def records(self, recorded: Collection[str], *, only: bool) -> list[Record]:
-        """Return records for the steps of which the store has none: `recorded` are the names of saves that have one.
+    def records(self, recorded: Iterable[Record], *, only: bool) -> list[Record]:
+        """Return records for the steps of which the store has none: `recorded` are those that it has.
 
         One list, and a few reads for each new step. `only` says that the root has no other step: then StorageError
         if there is a step that cannot be taken in, because training must not start from scratch.
         """
         if self._taken_in:
             return []
-        folders = [name for name in self._store.names("")[0] if PUBLISHED_STEP.fullmatch(name)]
+        names = {each.save.name for each in recorded} | {each.at for each in recorded}
+        folders = [name for name in self._store.names("")[0] if PUBLISHED_STEP.fullmatch(name) and name not in names]
         new = [name for name in folders if self._read.get(name) is None]
         if new:
             with ThreadPoolExecutor(min(_READERS, len(new)), "ckpt-copied") as pool:
@@ -65,12 +78,11 @@ class CopiedDirectories:
                 f"{self._store.place(folders[-1])} has the name of a step, and no {INTENT} and zarr.json of that step: "
                 "it was renamed or copied in part. Copy it again, as a whole, or remove it"
             )
-        return [record for record in found if record.save.name not in recorded]
+        return [record for record in found if record.save.name not in names]
 
     def take_in(self, records: Records) -> None:
         """Create the records of the steps that have none, the newest first: a restore uses that. For the owner."""
-        recorded = [record.save.name for record in records.all()]
-        for record in reversed(self.records(recorded, only=False)):
+        for record in reversed(self.records(records.all(), only=False)):
             records.create(record)
         self._taken_in = True
 
@@ -98,14 +110,16 @@ class CopiedObjects:
         self._store = DirectoryStore(path)
 
     def are_there(self) -> bool:
-        """Return whether objects of a root in a store may be there. One look."""
-        return files.exists(os.path.join(self._path, "saves"))
+        """Return whether objects of a root in a store may be there. One look. They are not looked for behind a link."""
+        return files.is_directory(os.path.join(self._path, "saves"), follow=False)
 
     def steps(self, *, only: bool) -> dict[int, str]:
         """Return the places of the steps.
 
         `only` says that the root has no other step: then StorageError if there are saves, and no records of them.
         """
+        if not self.are_there():
+            return {}
         records = self._records()
         if only and not records and (names := self._saves()):
             raise StorageError(
@@ -117,9 +131,9 @@ class CopiedObjects:
     def take_in(self, root: str, superseded: str, damaged: str, rest: str) -> None:
         """Rename the steps to what they are in a directory, and all that is left to names in `rest`. For the owner.
 
-        A step that is being read keeps its place until the next owner comes.
+        A step that is being read keeps its place until the next owner comes. Only files of a root in a store are touched.
         """
-        if not self.are_there():
+        if not self.are_there() or not Records(self._store).all():
             return
         ownership = StoreOwnership(self._store, self._store)
         newest = ownership.newest()
@@ -142,11 +156,11 @@ class CopiedObjects:
             directories.make_with_parents(folder)
             target = os.path.join(folder, step_name(record.save.step) if published else record.save.name)
             left |= directories.rename_directory(place, target) is Rename.TARGET_EXISTS
-        if left or (self._saves() and not records):
-            return
-        for name in _OF_STORE:
+        for name, is_of_store in _OF_STORE.items() if not left else ():
+            path = os.path.join(self._path, name)
             with contextlib.suppress(StorageError):  # the next owner tries again
-                directories.rename_directory(os.path.join(self._path, name), f"{rest}/{name}-{secrets.token_hex(4)}")
+                if not os.path.islink(path) and all(map(is_of_store, directories.names_in(path))):
+                    directories.rename_directory(path, f"{rest}/{name}-{secrets.token_hex(4)}")
 
     def _records(self) -> list[Record]:
         """Return the newest records of the saves of which the objects are there."""

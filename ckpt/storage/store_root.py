@@ -86,7 +86,7 @@ class StoreRoot(Root):
         """
         records = self._records.all()
         published = {record.save.step: record for record in records if record.is_published}
-        copied = self._copied.records([record.save.name for record in records], only=not published)
+        copied = self._copied.records(records, only=not published)
         return {record.save.step: record for record in copied} | published
 
     def _record(self, step: int) -> Record | None:

@@ -216,6 +216,32 @@ def test_a_step_that_is_read_is_renamed_by_a_later_owner(bucket: Bucket, tmp_pat
     assert not (tmp_path / "records").exists()
 
 
+def test_other_files_with_these_names_are_left_alone(bucket: Bucket, tmp_path: Path) -> None:
+    """Neither what people keep beside their steps, nor what is behind a link, is a root in a store."""
+    root = tmp_path / "run"
+    (root / "saves/mine").mkdir(parents=True)
+    (root / "records").mkdir()
+    (root / "records/notes.txt").write_text("mine")
+    _saved(root, (1,))
+    _saved(bucket.url, (2,))
+    _download(bucket.url, root)
+    _saved(root, (3,))
+    with ckpt.Checkpointer(root) as checkpointer:
+        assert checkpointer.all_steps() == [1, 2, 3]
+    assert (root / "step_00000002").is_dir()
+    assert (root / "saves/mine").is_dir()
+    assert (root / "records/notes.txt").read_text() == "mine"
+    _download(bucket.url, tmp_path / "outside")
+    (tmp_path / "linked").mkdir()
+    for name in ("saves", "records", "owner"):
+        (tmp_path / "linked" / name).symlink_to(tmp_path / "outside" / name)
+    before = sorted(path for path in (tmp_path / "outside").rglob("*"))
+    _saved(tmp_path / "linked", (4,))
+    with ckpt.Checkpointer(tmp_path / "linked") as checkpointer:
+        assert checkpointer.all_steps() == [4]
+    assert sorted(path for path in (tmp_path / "outside").rglob("*")) == before
+
+
 def test_both_names_of_a_directory_at_once(bucket: Bucket, tmp_path: Path) -> None:
     """`directory://` has the protocol of a bucket: no two jobs that do not know of each other save to one directory."""
     _saved(tmp_path / "plain")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def test_damage_is_named(pending: PendingSave, what: str) -> None:
     with pytest.raises(CheckpointCorruptError) as caught:
         publish(pending, lambda: None)
     assert str(caught.value).startswith(os.path.join(pending.path, name))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ckpt-parts")], "none waits for gc"
     assert pending.has_begun(), "it is left as it was"
 
 
