@@ -131,7 +131,7 @@ class CopiedObjects:
     def take_in(self, root: str, superseded: str, damaged: str, rest: str) -> None:
         """Rename the steps to what they are in a directory, and all that is left to names in `rest`. For the owner.
 
-        A step that is being read keeps its place until the next owner comes. Only files of a root in a store are touched.
+        A step that is being read keeps its place until the next owner comes. Other files are left alone.
         """
         if not self.are_there() or not Records(self._store).all():
             return
