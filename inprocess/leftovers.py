@@ -10,7 +10,14 @@ from inprocess.main_thread.thrower import MainThreadThrower, discard_imports, fa
 from inprocess.modes import Modes
 from inprocess.old_threads import OldThreads
 from inprocess.process_state import release_frames
-from inprocess.torn_locks import HeldLock, TornLock, release_logging_locks, release_torn_locks, used_locks
+from inprocess.torn_locks import (
+    HeldLock,
+    TornLock,
+    release_import_lock,
+    release_logging_locks,
+    release_torn_locks,
+    used_locks,
+)
 
 __all__ = ["Leftovers"]
 
@@ -64,6 +71,8 @@ class Leftovers:
     def _release_locks(self, locks: list[TornLock], where: str) -> None:
         if count := release_logging_locks(self._held):
             _log.warning("%s: the interrupted function held %d locks of logging; they are released", where, count)
+        if release_import_lock():
+            _log.warning("%s: the interrupted function held the lock of the import system; it is released", where)
         if owners := release_torn_locks(locks, self._held):
             _log.warning("%s: the interrupted function held locks; they are released: %s", where, ", ".join(owners))
 

@@ -4,7 +4,8 @@ A function that is interrupted between the acquisition of a lock and the `try` t
 the next iteration waits for it. The wrapper interrupts no function of `queue` and `threading`, if it can; handlers of
 signals of the program raise exceptions anywhere. So after an iteration these locks are released:
 
-* those of the handlers of `logging`, and the one of its module;
+* those of the handlers of `logging`, and the one of its module; the one of the import system, which it holds for
+  moments only, so that other threads can import;
 * of what the frames of the interrupted function refer to, also by one attribute: locks that know their owner (RLock,
   and the locks of `multiprocessing`), and the inner locks of objects of the standard library (`queue.Queue`,
   `Condition`, `Event`, `Semaphore`, ...), which no thread holds longer than for a moment.
@@ -17,6 +18,7 @@ looked for before the call, and are released only as often as the function has a
 
 from __future__ import annotations
 
+import _imp
 import contextlib
 import gc
 import logging
@@ -32,7 +34,15 @@ from typing import Any
 from inprocess.ipc.suspension import Silence
 from inprocess.process_state import causes_of
 
-__all__ = ["HeldLock", "TornLock", "held_locks", "release_logging_locks", "release_torn_locks", "used_locks"]
+__all__ = [
+    "HeldLock",
+    "TornLock",
+    "held_locks",
+    "release_import_lock",
+    "release_logging_locks",
+    "release_torn_locks",
+    "used_locks",
+]
 
 _RLOCK, _LOCK = type(threading.RLock()), type(threading.Lock())
 _INNER = {"mutex", "_lock", "_cond", "not_empty", "not_full", "all_tasks_done", "_rlock", "_wlock", "_notempty"}
@@ -77,6 +87,16 @@ def release_logging_locks(held: Sequence[HeldLock] = ()) -> int:
     handlers = [reference() for reference in list(logging._handlerList)]  # type: ignore[attr-defined]
     locks = [logging._lock, *(handler.lock for handler in handlers if handler is not None)]  # type: ignore[attr-defined]
     return sum(_release_own(lock, held) for lock in locks if lock is not None)
+
+
+def release_import_lock() -> bool:
+    """Release the lock of the import system if the calling thread holds it, outside of all its functions."""
+    found = False
+    with contextlib.suppress(RuntimeError):  # another thread holds it, or none
+        while _imp.lock_held():
+            _imp.release_lock()
+            found = True
+    return found
 
 
 def used_locks(error: BaseException) -> list[TornLock]:

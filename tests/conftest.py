@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from inprocess.modes import Modes
+from inprocess.torn_locks import release_import_lock
 from tests.support import LeakCheck
 from tests.support.seeds import use_hypothesis_profile
 from tests.support.template import rank_template
@@ -59,7 +60,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 @pytest.fixture(autouse=True)
 def _restored_process(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Restores modes of torch, and variables that number ranks, which a test has left changed.
+    """Restores modes of torch, variables that number ranks and the import lock, which a test has left changed.
 
     The tests after it would fail, in another place of each run. The summary names the test.
     """
@@ -68,6 +69,8 @@ def _restored_process(request: pytest.FixtureRequest) -> Iterator[None]:
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     yield
     changed = modes.restore()
+    if release_import_lock():  # an exception that was thrown into an import; other threads could import nothing
+        changed.append("the lock of the import system")
     for name, value in variables.items():
         if os.environ.get(name) == value:
             continue

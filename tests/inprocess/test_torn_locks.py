@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _imp
+import importlib
 import logging
 import multiprocessing
 import os
@@ -186,6 +188,27 @@ def test_locks_that_the_caller_holds_stay_so() -> None:
         return inside, [taken_elsewhere(lock) for lock in (once, again, of_processes, handler.lock, torn)]
 
     assert rank_values(main, 1) == [([False] * 4 + [True], [True] * 5)]
+
+
+def test_the_lock_of_the_import_system_is_released() -> None:
+    """Else no other thread can import anything any more."""
+
+    def main(rank: int, world_size: int) -> Any:
+        @Wrapper(**PATIENT)
+        def train(call: CallWrapper | None = None) -> bool:
+            assert call is not None
+            if call.iteration == 0:
+                _imp.acquire_lock()
+                _imp.acquire_lock()
+                raise ValueError("fault")
+            thread = threading.Thread(target=importlib.import_module, args=("this",), daemon=True)
+            thread.start()
+            thread.join(20)
+            return not thread.is_alive()
+
+        return train()
+
+    assert rank_values(main, 1) == [True]
 
 
 @pytest.fixture

@@ -118,6 +118,7 @@ def restarted(
         report = checkpointer.last_restore
         tier = "" if report is None else report.tier
         begun.append((call.iteration, rank, step, tier, is_state_of(state, rank, step or 0)))
+        dist.barrier()  # all have noted that before a fault of one ends the iteration
         if wait_for is not None and dist.get_world_size() < world_size:
             dist.barrier()
             wait_for()
