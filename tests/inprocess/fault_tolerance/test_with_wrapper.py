@@ -31,7 +31,7 @@ def test_a_late_section_restarts_the_job() -> None:
         found: list[Any] = []
         kept = RankMonitorClient()  # lives through the restart; rank 1 makes a new one each time
 
-        @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 0.5, "b": 60.0}), **PATIENT)
+        @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 3.0, "b": 60.0}), **PATIENT)
         def train(call: CallWrapper | None = None) -> None:
             assert call is not None
             client = kept if rank == 0 else RankMonitorClient()
@@ -121,7 +121,7 @@ def test_a_slow_rank_that_is_alive(ladder: str) -> None:
 
 def test_without_hang_protection_the_clocks_stand_still() -> None:
     def main(rank: int, world_size: int) -> Any:
-        @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 0.6}), **PATIENT)
+        @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 2.5}), **PATIENT)
         def train(call: CallWrapper | None = None) -> int:
             assert call is not None
             if call.iteration == 0:
@@ -129,7 +129,7 @@ def test_without_hang_protection_the_clocks_stand_still() -> None:
                 client.init_workload_monitoring()
                 client.start_section("a")
                 with call.disable_hang_protection(), call.disable_hang_protection():
-                    time.sleep(1.5)
+                    time.sleep(4.0)
                 client.end_section("a")
                 client.start_section("a")
                 hang()
@@ -140,7 +140,7 @@ def test_without_hang_protection_the_clocks_stand_still() -> None:
 
     ((iteration, taken),) = rank_values(main, 1)
     assert iteration == 1
-    assert taken > 2.0
+    assert taken > 6.0
 
 
 def test_another_monitor_process_goes_on_with_the_same_board() -> None:
