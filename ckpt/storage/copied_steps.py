@@ -120,7 +120,7 @@ class CopiedObjects:
         """
         if not self.are_there():
             return {}
-        records = self._records()
+        records = self._there(Records(self._store).all())
         if only and not records and (names := self._saves()):
             raise StorageError(
                 f"{self._path}/saves has files of saves, such as {names[-1]}, and {self._path}/records says nothing of "
@@ -133,7 +133,8 @@ class CopiedObjects:
 
         A step that is being read keeps its place until the next owner comes. Other files are left alone.
         """
-        if not self.are_there() or not Records(self._store).all():
+        records = Records(self._store).all() if self.are_there() else []
+        if not records:
             return
         ownership = StoreOwnership(self._store, self._store)
         newest = ownership.newest()
@@ -143,9 +144,8 @@ class CopiedObjects:
                 f"process {saver.pid} of this host saves to {self._path} as to an object store (directory://): end it, "
                 "or give this job another root"
             )
-        records, left = self._records(), False
-        targets = {"superseded": superseded, "damaged": damaged}
-        for record in records:
+        left, targets = False, {"superseded": superseded, "damaged": damaged}
+        for record in self._there(records):
             place, published = self._place(record), record.is_published
             if not published and record.state not in targets:
                 continue
@@ -162,15 +162,12 @@ class CopiedObjects:
                 if not os.path.islink(path) and all(map(is_of_store, directories.names_in(path))):
                     directories.rename_directory(path, f"{rest}/{name}-{secrets.token_hex(4)}")
 
-    def _records(self) -> list[Record]:
-        """Return the newest records of the saves of which the objects are there."""
-        if not self.are_there():
-            return []
-        found = Records(self._store).all()
-        return [record for record in found if not record.at and files.is_directory(self._place(record), follow=False)]
+    def _there(self, records: list[Record]) -> list[Record]:
+        """Return the records of the saves of which the objects are there."""
+        return [record for record in records if not record.at and files.is_directory(self._place(record), follow=False)]
 
     def _place(self, record: Record) -> str:
         return os.path.join(self._path, record.prefix)
 
     def _saves(self) -> list[str]:
-        return [name for name in directories.names_in(os.path.join(self._path, "saves")) if parse_save_name(name)]
+        return list(filter(_is_save, directories.names_in(os.path.join(self._path, "saves"))))
