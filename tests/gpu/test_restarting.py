@@ -110,7 +110,12 @@ def test_ranks_on_one_gpu_come_out_of_collectives_of_nccl_twenty_times_and_then_
         os.environ["NCCL_HOSTID"] = f"host{rank}"
         torch.cuda.set_device(0)
 
-        @inprocess.Wrapper(soft_timeout=timedelta(seconds=30), hard_timeout=timedelta(seconds=40))
+        @inprocess.Wrapper(
+            soft_timeout=timedelta(seconds=30),
+            hard_timeout=timedelta(seconds=40),
+            max_same_faults=None,
+            max_backoff=timedelta(0),
+        )
         def train(call: inprocess.CallWrapper | None = None) -> Any:
             assert call is not None
             dist.init_process_group("nccl")
