@@ -171,20 +171,9 @@ class Agreement(Reports):
     def _decide_reason(self) -> None:
         if not self.store.check([_REASON]):
             records = self.records()
-            hung = [record.rank for record in records if record.interruption is Interruption.SOFT_TIMEOUT]
-            positions = self._positions()
-            if hung and positions:
-                records = tuple(blamed(records, positions, self._answered_by(hung)))
+            if any(record.interruption is Interruption.SOFT_TIMEOUT for record in records):
+                records = tuple(blamed(records, *self._positions()))
             self._decide(_REASON, format_reason(self._with_details(records)))
-
-    def _answered_by(self, ranks: Sequence[int]) -> set[int]:
-        """Return those of the ranks that answered the last call themselves."""
-        keys = {rank: f"initial_rank/{rank}" for rank in ranks}
-        if not self.store.check(list(keys.values())):  # a rank hangs before it has published itself
-            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        identities = self.store.multi_get(list(keys.values())) if keys else []
-        answered = self.store.members(_AT_LAST_CALL) - self.store.members(_DEPARTED)
-        return {rank for rank, identity in zip(keys, identities, strict=True) if identity.decode() in answered}
 
     # -- end -----------------------------------------------------------------------------------------------------------
 

@@ -88,16 +88,17 @@ def _waits(frame: FrameType) -> bool:
 
 
 def blamed(
-    records: Sequence[InterruptionRecord], positions: Iterable[Position], answered: Set[int] = frozenset()
+    records: Sequence[InterruptionRecord], positions: Iterable[Position], looked: Set[int] = frozenset()
 ) -> list[InterruptionRecord]:
     """Return the records with the hangs of ranks that are in no collective, in place of those that wait in one.
 
-    `answered` are ranks that would have reported a position outside of collectives.
+    `looked` are ranks that would have reported a position outside of collectives.
     """
     hung = [record for record in records if record.interruption is Interruption.SOFT_TIMEOUT]
     where = {position.rank: position for position in positions}
-    # A rank without a position that has answered was not late yet when it looked where it was: it waited.
-    waiting = [r for r in hung if (where[r.rank].waits if r.rank in where else r.rank in answered)]
+    # A rank without a position that has looked was not late yet when it looked where it was: it waited. One that has
+    # not looked may be anywhere: no hang was reported before it answered the last call, or it has not answered yet.
+    waiting = [r for r in hung if (where[r.rank].waits if r.rank in where else r.rank in looked)]
     outside = [position for position in where.values() if not position.waits]
     if not waiting or not outside:
         return list(records)

@@ -174,8 +174,8 @@ class MonitorThread:
         if record is not None:
             self.agreement.interrupt(replace(record, place="" if position is None else position.function))
             self.agreement.report_stacks(rank, stacks)
-        if position is not None and (record is not None or not position.waits):
-            self.agreement.report_position(position, stacks)
+        only_waits = position is None or (record is None and position.waits)
+        self.agreement.report_position(rank, None if only_waits else position, stacks)
 
     def _interrupt_main_thread(self) -> None:
         reason = format_interruptions(self.records) if self.failure is None else str(self.failure)

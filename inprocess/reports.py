@@ -19,7 +19,7 @@ __all__ = ["Reports", "heartbeat_key"]
 _log = logging.getLogger(__name__)
 _RECORDS = "records"
 _HAS_HANG = "has_hang"
-_POSITIONS, _WITH_POSITION = "positions", "with_position"
+_POSITIONS, _WITH_POSITION, _LOOKED = "positions", "with_position", "looked"
 _MOST_STACKS = 8  # of ranks that were not late themselves
 
 
@@ -46,11 +46,16 @@ class Reports:
         """Return whether it is reported that any rank hangs."""
         return self.store.check([_HAS_HANG])
 
-    def report_position(self, position: Position, stacks: str) -> None:
-        """Report where a rank is when a hang is reported, before it arrives at the last call. Not all send stacks."""
-        if self.store.arrive(_WITH_POSITION, str(position.rank)) <= _MOST_STACKS:
-            self.report_stacks(position.rank, stacks)
-        self.store.append(_POSITIONS, f"{position}\n")
+    def report_position(self, rank: int, position: Position | None, stacks: str) -> None:
+        """Report where a rank is when a hang is reported, before it arrives at the last call; None: it only waits.
+
+        Not all ranks send stacks.
+        """
+        if position is not None:
+            if self.store.arrive(_WITH_POSITION, str(rank)) <= _MOST_STACKS:
+                self.report_stacks(rank, stacks)
+            self.store.append(_POSITIONS, f"{position}\n")
+        self.store.arrive(_LOOKED, str(rank))  # last: without a position it says that the rank waits
 
     def report_stacks(self, rank: int, stacks: str) -> None:
         """Report the stacks of a rank that hangs, unless its monitor process has, at the moment when it was late."""
@@ -73,14 +78,17 @@ class Reports:
         }
         return tuple(detailed.get(record, record) for record in records)
 
-    def _positions(self) -> list[Position]:
+    def _positions(self) -> tuple[list[Position], set[int]]:
+        """Return where ranks are in a hang, and which ranks have looked where they are."""
+        # Before the positions: one that is reported meanwhile must not be missing of a rank that has looked.
+        looked = {int(rank) for rank in self.store.members(_LOOKED)}
         positions = []
         for line in self._lines_of(_POSITIONS):
             try:
                 positions.append(Position.from_str(line))
             except ValueError as error:  # such as a line cut short; the hang itself is among the records
                 _log.warning("a report of where a rank is during a hang is left out: %s", error)
-        return positions
+        return positions, looked
 
     def report_progress(self, progress: Mapping[str, int]) -> None:
         """Report how far this process has come, before it arrives at the end. The largest of each kind counts."""

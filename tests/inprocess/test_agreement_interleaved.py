@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from inprocess.agreement import Agreement, IterationOutcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.blame import Position
 from tests.inprocess.interleaving import Actor, Contents, SteppedStore, Turns
 
 ITERATIONS = 3
@@ -164,3 +166,37 @@ def check(processes: list[Process], killed: set[int]) -> None:
         members -= roster.departed
         for initial_rank, ended in seen.items():
             assert (ended.rank in roster.terminated_ranks) == (initial_rank in roster.departed)
+
+
+# -- blame -------------------------------------------------------------------------------------------------------------
+
+DECIDING, REPORTING = 24, 8  # more requests than a rank makes for that
+
+
+def test_a_late_rank_that_answers_while_another_one_decides_stays_blamed() -> None:
+    """Rank 1 is late, and makes any number of its requests between any two of rank 0, which decides."""
+    for before, meanwhile in itertools.product(range(DECIDING), range(1, REPORTING)):
+        contents: dict[int | None, Contents] = defaultdict(Contents)
+
+        def agreement(actor: Actor, contents: dict[int | None, Contents] = contents) -> Agreement:
+            return Agreement(SteppedStore(contents, 0, actor), 0, 3)  # rank 2 does not answer
+
+        def begin(actor: Actor, agreement: Any = agreement) -> None:
+            for rank in range(3):
+                agreement(actor).publish_rank(10 + rank, rank)
+            agreement(actor).interrupt(InterruptionRecord(1, Interruption.SOFT_TIMEOUT))
+
+        def report(actor: Actor, rank: int, agreement: Any = agreement) -> Agreement:
+            reports: Agreement = agreement(actor)
+            reports.report_position(rank, Position(rank, waits=False, function="a.py in f", line="a.py:7 in f"), "")
+            return reports
+
+        begins = Turns([])
+        begins.add("the beginning", begin)
+        begins.run(lambda actor: None)
+        turns = Turns([0] * before + [1] * meanwhile + [0] * DECIDING)
+        decides = turns.add("rank 0", lambda actor, report=report: report(actor, 0).last_call(10, 0.0))
+        turns.add("rank 1", lambda actor, report=report: report(actor, 1).store.arrive("last_call", "11"))
+        turns.run(lambda actor: None)
+        assert decides.steps < DECIDING
+        assert [record.rank for record in decides.result] == [1], f"{meanwhile} of its requests after {before}"

@@ -47,7 +47,7 @@ def test_who_is_late_and_in_no_collective_stays_blamed(positions: list[Position]
     assert [record.rank for record in blamed([late(1), late(2)], positions)] == left
 
 
-def test_who_answered_and_was_late_only_then_has_waited() -> None:
+def test_who_looked_and_was_late_only_then_has_waited() -> None:
     assert [record.rank for record in blamed([late(1), late(2)], [at(1, True), at(5)], {2})] == [5]
     assert [record.rank for record in blamed([late(1), late(2)], [at(1, True), at(5)], set())] == [2]
     assert [record.rank for record in blamed([late(1), late(2)], [at(1), at(5)], {1, 2})] == [1]

@@ -14,6 +14,7 @@ import pytest
 
 from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.blame import Position
 from inprocess.coordination import Access, CoordinationStore, Namespace, StoreServer
 from inprocess.exception import RankShouldRestart, StoreError
 from inprocess.main_thread.atomic import AtomicLock
@@ -21,6 +22,7 @@ from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.monitor_thread import MonitorThread
 from inprocess.progress_watchdog import ProgressWatchdog, Timestamp
 from inprocess.state import FrozenState
+from tests.ckpt.crash.killers import wait_until
 from tests.support import LeakCheck
 
 LONG_S = 20.0
@@ -177,6 +179,21 @@ def test_the_abort_waits_for_an_atomic_section(iteration: Iteration) -> None:
     assert inside == [False]
     assert aborted.is_set()
     monitor.shutdown()
+
+
+def test_a_hang_that_is_reported_after_the_answer_stays_with_its_rank(iteration: Iteration) -> None:
+    """This rank answers the last call because of another fault, and did not look where it is; then it is late."""
+    monitor = iteration.monitor(last_call_wait_s=LONG_S)
+    iteration.interrupt()
+    agreement, late = iteration.agreement, InterruptionRecord(0, Interruption.SOFT_TIMEOUT)
+    with pytest.raises(RankShouldRestart):  # noqa: PT012
+        wait_until(lambda: "0" in agreement.store.members("last_call"), "the answer of this rank")
+        agreement.interrupt(late)
+        agreement.report_position(1, Position(1, waits=False, function="a.py in f", line="a.py:7 in f"), "")
+        Agreement(agreement.store, 3, 2).last_call(1, LONG_S)
+        spin()
+    monitor.shutdown()
+    assert monitor.records == (RECORD, late)
 
 
 def test_what_was_swallowed_is_thrown_again(iteration: Iteration, caplog: pytest.LogCaptureFixture) -> None:

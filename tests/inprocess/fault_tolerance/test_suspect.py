@@ -228,8 +228,13 @@ def test_a_monitor_that_watches_nobody_says_so(node: Node) -> None:
 def test_the_wrapper_names_the_rank_that_hangs() -> None:
     """Rank 2 hangs in "save"; the others are in "step" of the next iteration, and rank 0 is late first."""
 
+    def meet(store: Any, name: str, rank: int, ranks: int) -> None:
+        store.arrive(name, str(rank))
+        while len(store.members(name)) < ranks:
+            pass
+
     def main(rank: int, world_size: int) -> Any:
-        limits = {"step": 4.0 if rank == 0 else 60.0, "save": 60.0}
+        limits = {"step": 2.0 if rank == 0 else 60.0, "save": 60.0}
         often = seconds(heartbeat_interval=0.1)
 
         @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts=limits), **{**PATIENT, **often})
@@ -240,12 +245,11 @@ def test_the_wrapper_names_the_rank_that_hangs() -> None:
                 client.init_workload_monitoring()
                 client.set_iteration(3)
                 client.start_section("save")
-                call.state.store.arrive("saving", str(rank))
-                while len(call.state.store.members("saving")) < world_size:
-                    pass
+                meet(call.state.store, "saving", rank, world_size)
                 if rank != 2:
                     client.end_section("save")
                     client.set_iteration(4)
+                    meet(call.state.store, "stepping", rank, 2)  # rank 1 is there before rank 0 can be late
                     client.start_section("step")
                 hang()
             return [(r.rank, r.interruption.name, r.detail) for r in call.state.interruptions]

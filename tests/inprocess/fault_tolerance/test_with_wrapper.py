@@ -31,7 +31,7 @@ def test_a_late_section_restarts_the_job() -> None:
         found: list[Any] = []
         kept = RankMonitorClient()  # lives through the restart; rank 1 makes a new one each time
 
-        @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 3.0, "b": 60.0}), **PATIENT)
+        @Wrapper(sections=FaultToleranceConfig(rank_section_timeouts={"a": 1.0, "b": 60.0}), **PATIENT)
         def train(call: CallWrapper | None = None) -> None:
             assert call is not None
             client = kept if rank == 0 else RankMonitorClient()
@@ -42,7 +42,10 @@ def test_a_late_section_restarts_the_job() -> None:
                 learned = {"section": {"b": 30.0}, "calculated_sections": ["b"]}
                 client.load_state_dict({"current_timeouts": {"section": learned}})
                 client.start_section("b")
-                if rank == 1:
+                call.state.store.arrive("begun", str(rank))
+                if rank == 1:  # late when all ranks have begun
+                    while len(call.state.store.members("begun")) < world_size:
+                        pass
                     client.start_section("a")
                 try:
                     hang()
