@@ -60,6 +60,7 @@ class Closing:
                 finishes_within(ending, functools.partial(parts.exports.close, waiting), "ckpt-end-exports")
             if parts.mirror is not None:
                 parts.mirror.close(waiting)
+            parts.keeper.close(ending)
         if parts.reuses_files and parts.saver.last_rank == 0:
             finishes_within(ending, self._delete_recycled, "ckpt-delete-recycled")
 
@@ -77,6 +78,7 @@ class Closing:
             finishes_within(ending, parts.exports.abort, "ckpt-end-exports")
         if parts.mirror is not None:
             parts.mirror.abort()
+        parts.keeper.release()
 
     @property
     def _owns_queue(self) -> bool:

@@ -23,7 +23,7 @@ import ckpt
 from ckpt.errors import CheckpointError
 from tests.ckpt.crash.killers import wait_until
 
-HELPERS = ("ckpt.lingering", "ckpt.replication", "ckpt.mirroring")
+HELPERS = ("ckpt.keeper", "ckpt.replication", "ckpt.mirroring")
 
 
 class _Warnings(logging.Handler):

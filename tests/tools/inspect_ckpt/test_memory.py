@@ -20,7 +20,7 @@ import ckpt
 from ckpt.native import crc32c
 from ckpt.saving.share import HEADER_BYTES, Share
 from inprocess.ipc.shared_memory import SharedMemory
-from tests.ckpt.lingering.support import end_holders, holders_of
+from tests.ckpt.keeper.support import end_holders, holders_of
 from tests.inprocess.coordination.helpers import eventually
 from tests.support import launch_ranks
 from tests.tools.inspect_ckpt.commands import Commands
@@ -56,7 +56,7 @@ def _snapshots(rank: int, world_size: int, root: Path) -> None:
     checkpointer.restore({"w": torch.ones(100_000)})
     for step in (4, 5):
         checkpointer.snapshot({"w": torch.ones(100_000)}, step)
-    print(f"holder {checkpointer._parts.saver._lingering.pid}", flush=True)  # type: ignore[union-attr]
+    print(f"holder {checkpointer._parts.keeper.pid}", flush=True)  # type: ignore[union-attr]
     sys.stdin.read() if rank else signal.pause()
 
 

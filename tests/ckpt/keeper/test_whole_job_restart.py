@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckpt.lingering.support import no_holders_are_left
+from tests.ckpt.keeper.support import no_holders_are_left
 from tests.support.template import REPOSITORY, quick_python
 
 _PROGRAM = Path(__file__).with_name("program.py")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckpt.lingering.support import end_holders
+from tests.ckpt.keeper.support import end_holders
 
 
 @pytest.fixture

@@ -25,8 +25,10 @@ def holders_of(runtime: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            is_holder = "ckpt.lingering" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
-            if is_holder and process.environ().get("TMPDIR") == str(runtime):
+            if process.status() == psutil.STATUS_ZOMBIE or "ckpt.keeper" not in process.cmdline():
+                continue
+            is_worker = process.name().startswith("ckpt-") and process.name() != "ckpt-keeper"
+            if not is_worker and process.environ().get("TMPDIR") == str(runtime):
                 found.append(process)
     return found
 

@@ -15,14 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from ckpt.lingering import takeover
-from ckpt.lingering.job import Address, Job
-from ckpt.lingering.messages import PUBLIC, Hello
-from ckpt.lingering.takeover import Taken, release, take
+from ckpt.keeper import takeover
+from ckpt.keeper.messages import PUBLIC, Greeting
+from ckpt.keeper.takeover import Address, Job, Taken, release, take
 from inprocess.ipc.packets import receive, send
 from inprocess.ipc.unix_sockets import connect
-from tests.ckpt.lingering.support import files_of, held_memory, holders_of, no_holders_are_left
-from tests.ckpt.lingering.trainer import RECORD, SIZE
+from tests.ckpt.keeper.support import files_of, held_memory, holders_of, no_holders_are_left
+from tests.ckpt.keeper.trainer import RECORD, SIZE
 from tests.inprocess.coordination.helpers import eventually
 from tests.support import LeakCheck
 from tests.support.template import REPOSITORY
@@ -34,7 +33,7 @@ class Trainer:
     """A `trainer` in a process of its own."""
 
     def __init__(self, runtime: Path, *arguments: str, name: str = JOB.name, linger_s: float = 60.0) -> None:
-        command = [sys.executable, "-m", "tests.ckpt.lingering.trainer", name, str(linger_s), *arguments]
+        command = [sys.executable, "-m", "tests.ckpt.keeper.trainer", name, str(linger_s), *arguments]
         env = {**os.environ, "TMPDIR": str(runtime)}
         self.process = subprocess.Popen(
             command, cwd=REPOSITORY, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -237,7 +236,7 @@ def test_a_key_that_is_not_what_it_should_be(runtime: Path, trainer: Callable[..
     assert contents() == [0]
 
 
-@pytest.mark.parametrize("said", [b"", b"x", b"[" * 100_000, b'["Take", {}]', b'["Release", {}]', b'["Hello", {}]'])
+@pytest.mark.parametrize("said", [b"", b"x", b"[" * 100_000, b'["Take", {}]', b'["Release", {}]', b'["Greeting", {}]'])
 def test_who_proves_nothing_gets_nothing(trainer: Callable[..., Trainer], said: bytes) -> None:
     trainer().kill()
     (found,) = taken()
@@ -253,7 +252,7 @@ def test_a_false_proof(trainer: Callable[..., Trainer]) -> None:
     (found,) = taken()
     with connect(found.address.socket, 20.0) as connection:
         receive(connection, PUBLIC)
-        send(connection, PUBLIC, Hello("n" * 32, "é" * 64))
+        send(connection, PUBLIC, Greeting("n" * 32, "é" * 64))
         assert connection.recvmsg(1 << 16, 1 << 10)[:2] == (b"", [])
     assert contents() == [0]
 
@@ -279,9 +278,9 @@ def test_a_stranger_at_the_address_of_a_holder(runtime: Path) -> None:
 _STRANGER = """
 import socket, sys
 connection, _ = socket.socket(fileno=int(sys.argv[1])).accept()
-connection.send(b'["Challenge", {"nonce": "00"}]')
+connection.send(b'["Greeting", {"nonce": "00", "proof": ""}]')
 connection.recv(1 << 16)
-connection.send(b'["Welcome", {"proof": "00"}]')
+connection.send(b'["Greeting", {"nonce": "", "proof": "00"}]')
 connection.recv(1 << 16)
 """
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.lingering.keeping import LingeringMemory
+from ckpt.keeper.lingering import LingeringMemory
 from ckpt.saving import memory_tier
 from tests.ckpt.saving.snapshot_jobs import fresh, is_state_of, train_step
 
