@@ -21,7 +21,7 @@ from ckpt.saving.share import Share
 from ckpt.storage.directories import remove_tree
 from ckpt.storage.ownership import Ownership
 from tests.ckpt.keeper.support import Call, files_of, held_memory, holders_of, no_holders_are_left, starts
-from tests.ckpt.keeper.takeovers import DIE, LINGER, began, resized, start
+from tests.ckpt.keeper.jobs import DIE, LINGER, began, resized, start
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, restarted, train_step
 from tests.inprocess.coordination.helpers import eventually
 from tests.support import LeakCheck, run_ranks
