@@ -45,8 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "loading": BASE | SIBLINGS,
     "validation": BASE | SIBLINGS | {"loading"},
     "formats": BASE | SIBLINGS | PIPELINES,  # a step is one of them
-    "exporting": BASE | SIBLINGS | {"formats", "loading"},
-    "mirroring": BASE | SIBLINGS | PIPELINES | {"validation"},
+    "exporting": BASE | SIBLINGS | {"formats", "keeper", "loading"},
+    "mirroring": BASE | SIBLINGS | PIPELINES | {"keeper", "validation"},
     "engine": BASE | SIBLINGS | {"async_calls", "exporting", "keeper", "mirroring", "options"} | PIPELINES,
     "checkpointer": BASE | SIBLINGS | {"async_calls", "engine", "exporting", "mirroring", "options"} | PIPELINES,
     "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "store_ranks", "validation"} | PIPELINES,

@@ -83,9 +83,9 @@ class Parts:
         queue = settings.queue
         if queue is None:
             queue = AsyncCallsQueue(process_group=settings.process_group, keeper=keeper)
-        mirror_root, mirror = _mirror(root_at, settings)
+        mirror_root, mirror = _mirror(root_at, settings, keeper)
         replicated = snapshots if snapshots is not None and snapshots.replicas else None
-        exports = None if settings.export is None else BackgroundExports(root_at, settings.export)
+        exports = None if settings.export is None else BackgroundExports(root_at, settings.export, keeper)
         packs = None if node_path is None else NodePacks(node_path, root_at, mirror_root)
         saver = Saver(root_at, ranks, queue, how_staged, how_saved, replicated, lingering)
         if mirror is not None:
@@ -97,7 +97,7 @@ class Parts:
         return Tiers(self.root, mirror, self.packs, self.saver.memory_tier)
 
 
-def _mirror(root: Root, settings: Settings) -> tuple[Root | None, BackgroundMirror | None]:
+def _mirror(root: Root, settings: Settings, keeper: Keeper) -> tuple[Root | None, BackgroundMirror | None]:
     mirror = settings.mirror
     if mirror is None:
         return None, None
@@ -105,7 +105,7 @@ def _mirror(root: Root, settings: Settings) -> tuple[Root | None, BackgroundMirr
     mirror_root = own_root(mirror.root, options)
     if mirror_root.path == root.path:
         raise ValueError(f"the mirror of {root.path} must be another root")
-    return mirror_root, BackgroundMirror(root, mirror_root, mirror, options, settings.node_local)
+    return mirror_root, BackgroundMirror(root, mirror_root, mirror, options, keeper, settings.node_local)
 
 
 def _lingering(keeper: Keeper, snapshots: Snapshots, root: Root) -> LingeringMemory | None:

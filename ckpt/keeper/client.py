@@ -266,17 +266,31 @@ class Worker(Generic[M]):
     def end(self, ending: Deadline) -> None:
         """Close the connection, wait for the end of the process until the deadline, then kill it. Idempotent."""
         self.channel.end_sending()
-        while self.pidfd is None and not ending.is_over and self._keeper.control is not None:
-            self._keeper.pump()
-            self.refresh()
-            if self.pidfd is None and (control := self._keeper.control) is not None:
-                poll = select.poll()
-                poll.register(control, control.poll_events)
-                poll.poll(ending.poll_ms())
+        self._learn_pid(ending)
         if not self.is_dead(ending):
             self.kill()
             self.is_dead(Deadline(_KILLED_WAIT_S))
         self.release()
+
+    def abort(self, known: Deadline) -> None:
+        """Kill the process as soon as its pid is known, and close the connection. Idempotent.
+
+        One that is not forked until the deadline is left: it finds what it was sent, and the connection closed.
+        """
+        self._learn_pid(known)
+        self.end(Deadline(0.0))
+
+    def _learn_pid(self, ending: Deadline) -> None:
+        """Wait until the keeper has reported the fork, or cannot any more."""
+        while self.pidfd is None:
+            is_gone = self.channel.peer_gone  # checked first: if so, it has been forked and ended, or never will be
+            self._keeper.pump()
+            self.refresh()
+            if self.pidfd is not None or is_gone or ending.is_over or (control := self._keeper.control) is None:
+                return
+            poll = select.poll()
+            poll.register(control, control.poll_events)
+            poll.poll(ending.poll_ms())
 
     def release(self) -> None:
         """Close the connection without waiting: the process, if alive, ends by itself. Idempotent."""

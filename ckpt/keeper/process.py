@@ -36,9 +36,15 @@ from ckpt.keeper.messages import CONTROL, ControlChannel, Exited, Start, Started
 from ckpt.keeper.takeover import release_all
 from inprocess.ipc.packets import PacketError
 
-__all__ = ["PROGRAMS", "main"]
+__all__ = ["PROGRAMS", "let_go_of_terminal", "main"]
 
-PROGRAMS = MappingProxyType({"writer": "ckpt.async_calls.writer_main"})
+PROGRAMS = MappingProxyType(
+    {
+        "writer": "ckpt.async_calls.writer_main",
+        "mirror": "ckpt.mirroring.worker",
+        "export": "ckpt.exporting.worker",
+    }
+)
 """The module of each program, whose `run(socket)` a worker calls."""
 
 _PREIMPORT = ("numpy", "cloudpickle", "psutil")
@@ -128,7 +134,7 @@ class _KeeperProcess:
         if died:
             self._trainer_lives = self._hears_trainer = False
             self._memory.linger()
-            _let_go_of_terminal()
+            let_go_of_terminal()
         return None
 
     def _is_trainer_dead(self) -> bool:
@@ -208,7 +214,7 @@ def _how(exit_code: int) -> str:
     return f"was killed by signal {number} ({name}{hint})"
 
 
-def _let_go_of_terminal() -> None:
+def let_go_of_terminal() -> None:
     """Give up the trainer's streams and directory: whoever waits for their end waits for the trainer, not for this."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR)
