@@ -72,7 +72,6 @@ SAME_CLASSES = {
     "MaxActiveWorldSize": 2,
     "MeetingError": 2,
     "MemoryTier": 2,
-    "Owner": 2,
     "Phase": 2,
     "Place": 2,
     "Problem": 2,

@@ -61,7 +61,6 @@ class BackgroundExports:
     """
 
     def __init__(self, root: Root, options: ExportOptions, keeper: Keeper) -> None:
-        self._running: _Running | None = None
         directory = own_directory(os.fspath(options.directory), "a directory for exports")
         if os.path.realpath(directory) == os.path.realpath(root.path):
             raise ValueError(
@@ -71,6 +70,7 @@ class BackgroundExports:
         self._root = root
         self._options = options
         self._keeper = keeper
+        self._running: _Running | None = None
         self._ended: ExportEnded | None = None  # what the worker of `_running` has said
         self._waiting: tuple[int, HeldStep] | None = None
         self._not_needed: list[HeldStep] = []
@@ -135,9 +135,6 @@ class BackgroundExports:
         running, self._running = self._running, None
         if running is not None:
             running.worker.release()
-
-    def __del__(self) -> None:
-        self._disconnect()
 
     def _forget(self, why: str) -> None:
         """Forget the step that waits."""

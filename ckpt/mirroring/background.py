@@ -314,6 +314,3 @@ class BackgroundMirror:
         worker, self._worker, self._last_words = self._worker, None, ""
         if worker is not None:
             worker.release()
-
-    def __del__(self) -> None:
-        self._disconnect()
