@@ -35,19 +35,19 @@ ALLOWED: dict[str, set[str]] = {
     "signal_pipe": set(),
     "stop_agreement": set(),
     "preemption": FOUNDATION | {"signal_pipe", "stop_agreement"},
-    "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints
+    "keeper": set(),  # it forks workers by name, and keeps memory without reading it
+    "async_calls": FOUNDATION | {"keeper"},  # it runs any function and knows nothing of checkpoints
     "replication": {"errors", "native"},  # it moves bytes, and knows nothing of checkpoints
-    "lingering": set(),  # it keeps memory, and does not read it
     **dict.fromkeys(SIBLINGS, BASE),
     "planning": BASE | {"storage"},  # what lies where is a matter of the format
     "options": {"arguments", "planning", "replication"},  # the defaults and limits of what they set
-    "saving": BASE | SIBLINGS | {"async_calls", "lingering", "options", "replication"},
+    "saving": BASE | SIBLINGS | {"async_calls", "keeper", "options", "replication"},
     "loading": BASE | SIBLINGS,
     "validation": BASE | SIBLINGS | {"loading"},
     "formats": BASE | SIBLINGS | PIPELINES,  # a step is one of them
-    "exporting": BASE | SIBLINGS | {"formats", "loading"},
-    "mirroring": BASE | SIBLINGS | PIPELINES | {"validation"},
-    "engine": BASE | SIBLINGS | {"async_calls", "exporting", "lingering", "mirroring", "options"} | PIPELINES,
+    "exporting": BASE | SIBLINGS | {"formats", "keeper", "loading"},
+    "mirroring": BASE | SIBLINGS | PIPELINES | {"keeper", "validation"},
+    "engine": BASE | SIBLINGS | {"async_calls", "exporting", "keeper", "mirroring", "options"} | PIPELINES,
     "checkpointer": BASE | SIBLINGS | {"async_calls", "engine", "exporting", "mirroring", "options"} | PIPELINES,
     "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "store_ranks", "validation"} | PIPELINES,
 }

@@ -1,7 +1,5 @@
-"""The messages between trainer, fork server and writer.
+"""The messages between trainer and writer.
 
-    trainer --- Spawn + socket -------------------------▶ server
-    trainer ◀-- Spawned + pidfd, Exited ----------------- server
     trainer --- Attach + memfd, Detach, Run + memfd ----▶ writer
     trainer ◀-- Ready, Event, Finished ------------------ writer
 
@@ -22,42 +20,13 @@ __all__ = [
     "Attach",
     "Detach",
     "Event",
-    "Exited",
     "Finished",
     "Message",
     "MessageChannel",
     "Ready",
     "Run",
-    "Spawn",
-    "Spawned",
     "clip",
 ]
-
-
-@dataclass(frozen=True)
-class Spawn:
-    """Fork a writer that serves the socket sent with it."""
-
-    writer_id: int
-    nice: int
-    io_class: str | None
-    io_level: int
-
-
-@dataclass(frozen=True)
-class Spawned:
-    """The writer exists; its pidfd is sent with it."""
-
-    writer_id: int
-    pid: int
-
-
-@dataclass(frozen=True)
-class Exited:
-    """The writer has exited, or could not be forked. `how` says which, as the end of a sentence."""
-
-    writer_id: int
-    how: str
 
 
 @dataclass(frozen=True)
@@ -112,7 +81,7 @@ class Finished:
     traceback: str = ""
 
 
-Message = Spawn | Spawned | Exited | Attach | Detach | Run | Ready | Event | Finished
+Message = Attach | Detach | Run | Ready | Event | Finished
 MessageChannel = Channel[Message]
 CODEC: Codec[Message] = Codec(*get_args(Message))
 

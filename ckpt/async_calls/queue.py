@@ -28,6 +28,7 @@ from ckpt.async_calls.messages import Event
 from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
 from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
+from ckpt.keeper.client import Keeper
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
 from inprocess.ipc.interpreter import interpreter
@@ -66,8 +67,11 @@ class AsyncCallsQueue(Uncopied):
         config: WriterConfig | None = None,
         process_group: ProcessGroup | None = None,
         timeout_s: float = 1800.0,
+        keeper: Keeper | None = None,
     ) -> None:
         """Starts no process (see `start`). `timeout_s` is the deadline of every blocking wait for calls.
+
+        The writers are forked by `keeper`, which its owner closes after the queue; None: by one of the queue's own.
 
         The positional parameters are those of nvidia_resiliency_ext. `cpu_priority` (added to the niceness) and
         `io_priority` (the Linux scheduling class: 0 unchanged, 2 best-effort, 3 idle) override `config`. The others
@@ -90,13 +94,16 @@ class AsyncCallsQueue(Uncopied):
         self._unreported: deque[Exception] = deque()  # of calls that `settle` removed; each is raised once
         self._finalizing = False
         self._next_index = 0
-        self._pool = WriterPool(self._config, num_writers)
+        self._owned_keeper: Keeper | None = None
+        if keeper is None:
+            keeper = self._owned_keeper = Keeper()
+        self._pool = WriterPool(self._config, num_writers, keeper)
         self._intact = True  # False while a method changes `_pool`; if it stays so, the method was interrupted
         self._left: list[WriterPool] = []  # after an interrupt; they finish what they were sent, until `recover`
         self._interrupted = Wakeup()
         self._listeners: list[Callable[[], float]] = []
         self._given_up = False  # by another thread: the next method does what `recover` does
-        self._release = weakref.finalize(self, _release, self._pool, self._interrupted)
+        self._release = weakref.finalize(self, _release, self._pool, self._interrupted, self._owned_keeper)
         remember(self)
 
     def start(self) -> None:
@@ -353,7 +360,8 @@ class AsyncCallsQueue(Uncopied):
             if self._pending:
                 self._abort(ending)
             self._stop_writers(ending)
-            self._pool.server.close(ending)
+            if self._owned_keeper is not None:
+                self._owned_keeper.close(ending.within(self._config.close_timeout_s))
         finally:
             self._release()
         if failure is not None:
@@ -466,6 +474,8 @@ class AsyncCallsQueue(Uncopied):
         return self._pool.writers
 
 
-def _release(pool: WriterPool, interrupted: Wakeup) -> None:
+def _release(pool: WriterPool, interrupted: Wakeup, keeper: Keeper | None) -> None:
     interrupted.close()
     pool.release()
+    if keeper is not None:
+        keeper.release()

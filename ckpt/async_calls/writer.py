@@ -16,22 +16,19 @@ call that was running; calls behind it, which the writer had not begun, go to th
 from __future__ import annotations
 
 import contextlib
-import os
 import select
-import signal
 import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
 
 from ckpt.async_calls.call import Call
 from ckpt.async_calls.config import WriterConfig
-from ckpt.async_calls.fork_server import ForkServer
-from ckpt.async_calls.messages import CODEC, Attach, Detach, Event, Finished, Message, MessageChannel, Ready, Run
+from ckpt.async_calls.messages import CODEC, Attach, Detach, Event, Finished, Message, Ready, Run
 from ckpt.async_calls.writer_main import CONTROL_PAGE, ControlPage
 from ckpt.distributed import own_rank
 from ckpt.errors import RemoteTraceback, WriterError
+from ckpt.keeper.client import Keeper, Worker
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.shared_memory import SharedMemory
@@ -58,9 +55,9 @@ class Writer:
     Used by one thread of the trainer; forked children must not use it.
     """
 
-    def __init__(self, config: WriterConfig, server: ForkServer) -> None:
+    def __init__(self, config: WriterConfig, keeper: Keeper) -> None:
         self._config = config
-        self._server = server
+        self._keeper = keeper
         self._process: _Process | None = None
         self._calls: dict[int, Call] = {}  # in the order submitted
         self._results: list[CallOutcome | Event] = []  # for the next `poll`
@@ -76,7 +73,7 @@ class Writer:
     def start(self) -> None:
         """Start the process in the background, if there is none. Raises OSError when that fails."""
         if self._process is None:
-            self._process = _Process.begin(self._server)
+            self._process = _Process(self._keeper, self._config)
             self._alive_at, self._last_progress = time.monotonic(), 0
 
     def submit(self, call: Call) -> None:
@@ -97,7 +94,7 @@ class Writer:
 
         Notices a process that died or hangs, and replaces it if calls are left for it.
         """
-        self._server.pump()
+        self._keeper.pump()
         if self._process is not None:
             if self._receive(self._process):
                 self._handle_death(self._process)
@@ -115,8 +112,8 @@ class Writer:
         The running call fails, as `poll` will report. No call behind it begins in this process.
         """
         if self._process is not None:
-            self._server.pump()
-            self._process.take_spawned(self._server)
+            self._keeper.pump()
+            self._process.refresh()
             self._process.kill()
 
     def kill_from_any_thread(self) -> None:
@@ -153,16 +150,16 @@ class Writer:
             process.channel.end_sending()
             if not self._calls and not self._receive(process) and not process.ready:
                 process.kill()
-                self._server.give_up_start()
-                process.take_spawned(self._server)
+                self._keeper.give_up_start()
+                process.refresh()
                 if process.pidfd is None:
                     ending = Deadline(0.0)  # it was never forked
             while not self._receive(process) and not ending.is_over:
                 self._results.clear()
                 wait_for_any([self], ending.left_s)
-                self._server.pump()
+                self._keeper.pump()
             process.kill()
-            process.wait_dead(_KILLED_WAIT_S)
+            process.is_dead(Deadline(_KILLED_WAIT_S))
         self.release()
 
     def release(self) -> None:
@@ -181,7 +178,7 @@ class Writer:
             handles.append((self._process.channel.fileno(), self._process.channel.poll_events))
             if self._process.pidfd is not None:
                 handles.append((self._process.pidfd, select.POLLIN))
-        if (control := self._server.control) is not None:
+        if (control := self._keeper.control) is not None:
             handles.append((control.fileno(), control.poll_events))
         return handles
 
@@ -225,8 +222,8 @@ class Writer:
 
     def _receive(self, process: _Process) -> bool:
         """Take in what the process sent. True when it is dead and everything it sent has been read."""
-        process.take_spawned(self._server)
-        dead = process.wait_dead(0)  # checked first: if so, all that it ever sent is in the socket
+        process.refresh()
+        dead = process.is_dead()  # checked first: if so, all that it ever sent is in the socket
         try:
             while (packet := process.channel.receive()) is not None:
                 self._handle(process, packet.message)
@@ -259,15 +256,15 @@ class Writer:
         if limit_s is None or now - self._alive_at < limit_s:
             return None
         if not process.ready:
-            self._server.release()  # it may hang: the next process is forked by another one
+            self._keeper.kill()  # it may hang: the next process is forked by another one
             return f"did not start within {limit_s:g} s"
         return f"made no progress for {limit_s:g} s and was killed"
 
     def _handle_death(self, process: _Process, reason: str | None = None) -> None:
         """Settle the calls of a dead or hanging process: fail them, or send them to the next one."""
         process.kill()  # it may hang, or its children may live
-        process.wait_dead(_EXIT_WAIT_S)  # its function has no effect any more when the failure is reported
-        how = reason or self._server.wait_exit(process.writer_id, _EXIT_WAIT_S)
+        process.is_dead(Deadline(_EXIT_WAIT_S))  # its function has no effect any more when the failure is reported
+        how = reason or process.how_ended(_EXIT_WAIT_S)
         name = "the writer process" if process.pid is None else f"the writer process (pid {process.pid})"
         self._process = None
         process.release()
@@ -289,35 +286,24 @@ class Writer:
         self._results.append(CallOutcome(index, error))
 
 
-class _Process:
+class _Process(Worker[Message]):
     """One writer process, from the request to fork it until it is dead."""
 
-    def __init__(self, channel: MessageChannel, control_region: SharedMemory, writer_id: int) -> None:
-        self.channel = channel
-        self.page = ControlPage(control_region)
-        self.writer_id = writer_id
-        self.pid: int | None = None
-        self.pidfd: int | None = None  # None until the server has reported the fork
+    def __init__(self, keeper: Keeper, config: WriterConfig) -> None:
+        """Ask for a process; it takes messages before it exists. OSError."""
         self.ready = False
-        self._control_region = control_region
         self._attached: dict[str, weakref.ref[SharedMemory]] = {}
-
-    @classmethod
-    def begin(cls, server: ForkServer) -> Self:
-        """Ask for a process. Returns before it exists; its socket takes messages at once. Raises OSError."""
-        channel, theirs = MessageChannel.pair(CODEC)
-        region: SharedMemory | None = None
-        with theirs:
-            try:
-                region = SharedMemory.create("ckpt-control", ControlPage.SIZE)
-                process = cls(channel, region, server.spawn(theirs))
-                channel.send(Attach(CONTROL_PAGE, region.name, region.size), region.fd)
-            except BaseException:
-                channel.close()
-                if region is not None:
-                    region.close()
-                raise
-        return process
+        self._control_region = SharedMemory.create("ckpt-control", ControlPage.SIZE)
+        try:
+            super().__init__(
+                keeper, "writer", CODEC, nice=config.nice, io_class=config.io_class, io_level=config.io_level
+            )
+            region = self._control_region
+            self.page = ControlPage(region)
+            self.channel.send(Attach(CONTROL_PAGE, region.name, region.size), region.fd)
+        except BaseException:
+            self._control_region.close()
+            raise
 
     def send_call(self, call: Call) -> None:
         """Send the call, and before it the regions that this process has not got yet."""
@@ -335,62 +321,44 @@ class _Process:
                 del self._attached[region_id]
                 self.channel.send(Detach(region_id))
 
-    def take_spawned(self, server: ForkServer) -> None:
-        """Learn the pid, if the server has reported it."""
-        if self.pidfd is None and (spawned := server.take_spawned(self.writer_id)) is not None:
-            self.pid, self.pidfd = spawned
-            if self.page.aborted:
-                self.kill()
-
-    def wait_dead(self, timeout_s: float) -> bool:
-        """Whether the process is known to be dead."""
-        if self.pidfd is None:
-            return False
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))
+    def refresh(self) -> None:
+        super().refresh()
+        if self.page.aborted:
+            self.kill()
 
     def kill(self) -> None:
         """Send SIGKILL, now or when the pid is known; until then the process begins no call any more."""
         self.page.abort()
-        if self.pidfd is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        super().kill()
 
     def release(self) -> None:
         """Close the connection: the process, if alive, finishes what it was sent, then ends. Idempotent."""
-        self.channel.close()
+        super().release()
         self._control_region.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
 
 
 class WriterPool:
-    """The writers of a queue, and the server that forks them."""
+    """The writers of a queue, all of one keeper."""
 
-    def __init__(self, config: WriterConfig, count: int) -> None:
-        self.server = ForkServer(config)
-        self.writers = [Writer(config, self.server) for _ in range(count)]
+    def __init__(self, config: WriterConfig, count: int, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.writers = [Writer(config, keeper) for _ in range(count)]
 
     def replace_all(self, config: WriterConfig) -> WriterPool:
         """Take new processes, none of which is started yet, and return a pool of the old ones."""
-        old, new = WriterPool(config, 0), WriterPool(config, len(self.writers))
-        old.server, old.writers = self.server, self.writers
-        self.server, self.writers = new.server, new.writers
+        old, new = WriterPool(config, 0, self.keeper), WriterPool(config, len(self.writers), self.keeper)
+        old.writers, self.writers = self.writers, new.writers
         return old
 
     def release(self) -> None:
         """Close all connections without waiting: the writers finish what they were sent, then all end. Idempotent."""
         for writer in self.writers:
             writer.release()
-        self.server.release()
 
     def discard(self) -> None:
         """Kill the writers without waiting for their end. Idempotent."""
         for writer in self.writers:
             writer.discard()
-        self.server.release()
 
 
 def wait_for_any(writers: Iterable[Writer], timeout_s: float, interrupted: Wakeup | None = None) -> None:

@@ -15,7 +15,6 @@ answers waiting.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import select
@@ -37,16 +36,14 @@ from ckpt.async_calls.messages import (
     MessageChannel,
     Ready,
     Run,
-    Spawn,
     clip,
 )
 from inprocess.ipc.packets import Packet
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["CONTROL_PAGE", "ControlPage", "run_writer"]
+__all__ = ["CONTROL_PAGE", "ControlPage", "run"]
 
 CONTROL_PAGE = "control"  # region id of the page that `ControlPage` describes; attached before anything else
-_PR_SET_NAME = 15
 _MAX_ERROR_BYTES = 4 << 10
 _MAX_TRACEBACK_BYTES = 32 << 10
 
@@ -179,21 +176,6 @@ def _failure(index: int, began_ns: int, error: BaseException) -> Finished:
     return Finished(index, began_ns, ended_ns, clip(summary, _MAX_ERROR_BYTES), trace)
 
 
-def run_writer(order: Spawn, writer_socket: socket.socket) -> None:
-    """Be a writer, in a process just forked: take the priorities of `order`, and run calls from the socket."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-writer", 0, 0, 0)
-    with contextlib.suppress(OSError):
-        os.nice(order.nice)
-    if order.io_class is not None:
-        _set_io_priority(order.io_class, order.io_level)
+def run(writer_socket: socket.socket) -> None:
+    """Be a writer: run calls from the socket."""
     _WriterLoop(MessageChannel(writer_socket, CODEC)).run()
-
-
-def _set_io_priority(io_class: str, level: int) -> None:
-    import psutil  # the fork server has imported it; a trainer need not
-
-    with contextlib.suppress(OSError, ValueError, psutil.Error):
-        if io_class == "idle":
-            psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
-        else:
-            psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Collection
@@ -57,9 +56,11 @@ class Closing:
         finally:
             parts.saver.close(ending)
             if parts.exports is not None:
-                finishes_within(ending, functools.partial(parts.exports.close, waiting), "ckpt-end-exports")
+                parts.exports.close(waiting)
             if parts.mirror is not None:
                 parts.mirror.close(waiting)
+            parts.keeper.close(ending)
+            self._release_exports(ending)
         if parts.reuses_files and parts.saver.last_rank == 0:
             finishes_within(ending, self._delete_recycled, "ckpt-delete-recycled")
 
@@ -74,9 +75,11 @@ class Closing:
         ending = Deadline(self._leaving_s)
         parts.saver.close(ending, linger=True)
         if parts.exports is not None:
-            finishes_within(ending, parts.exports.abort, "ckpt-end-exports")
+            parts.exports.abort()
         if parts.mirror is not None:
             parts.mirror.abort()
+        parts.keeper.release()
+        self._release_exports(ending)
 
     @property
     def _owns_queue(self) -> bool:
@@ -104,6 +107,11 @@ class Closing:
                 rank=saver.last_rank,
                 step=left[0],
             ) from error
+
+    def _release_exports(self, ending: Deadline) -> None:
+        """Release the steps of exports, whose storage may not answer; after the processes, which use the keeper."""
+        if self._parts.exports is not None:
+            finishes_within(ending, self._parts.exports.release, "ckpt-end-exports")
 
     def _delete_recycled(self) -> None:
         root = self._parts.root

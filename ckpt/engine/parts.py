@@ -9,8 +9,9 @@ from ckpt.arguments import in_seconds
 from ckpt.async_calls import AsyncCallsQueue
 from ckpt.engine.settings import Settings
 from ckpt.exporting.background import BackgroundExports
-from ckpt.lingering.job import Job
-from ckpt.lingering.keeping import LingeringMemory
+from ckpt.keeper.client import Keeper
+from ckpt.keeper.lingering import LingeringMemory
+from ckpt.keeper.takeover import Job
 from ckpt.loading.restore import Tiers
 from ckpt.mirroring.background import BackgroundMirror
 from ckpt.options import Snapshots
@@ -33,9 +34,13 @@ _MIRROR_S = 60.0  # for requests to the mirror, which are tried again later
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of one Checkpointer. `reuses_files`: saves write over the files of removed steps."""
+    """The parts of one Checkpointer. `reuses_files`: saves write over the files of removed steps.
+
+    `keeper` forks all their workers; only the writers of a queue that is shared are of another one.
+    """
 
     settings: Settings
+    keeper: Keeper
     root: Root
     ranks: Ranks
     queue: AsyncCallsQueue
@@ -72,24 +77,27 @@ class Parts:
         how_saved = SaveOptions(
             staging.threads, timeout_s, Retention(settings.keep, reuses_files), node_local=node_path
         )
-        lingering = None if snapshots is None else _lingering(snapshots, root_at)
+        keeper = Keeper()
+        lingering = None if snapshots is None else _lingering(keeper, snapshots, root_at)
         ranks = Ranks(settings.process_group, timeout_s)
-        queue = settings.queue if settings.queue is not None else AsyncCallsQueue(process_group=settings.process_group)
-        mirror_root, mirror = _mirror(root_at, settings)
+        queue = settings.queue
+        if queue is None:
+            queue = AsyncCallsQueue(process_group=settings.process_group, keeper=keeper)
+        mirror_root, mirror = _mirror(root_at, settings, keeper)
         replicated = snapshots if snapshots is not None and snapshots.replicas else None
-        exports = None if settings.export is None else BackgroundExports(root_at, settings.export)
+        exports = None if settings.export is None else BackgroundExports(root_at, settings.export, keeper)
         packs = None if node_path is None else NodePacks(node_path, root_at, mirror_root)
         saver = Saver(root_at, ranks, queue, how_staged, how_saved, replicated, lingering)
         if mirror is not None:
             saver.held = lambda: mirror.held(saver.in_flight)
-        return cls(settings, root_at, ranks, queue, saver, exports, mirror, mirror_root, packs, reuses_files)
+        return cls(settings, keeper, root_at, ranks, queue, saver, exports, mirror, mirror_root, packs, reuses_files)
 
     def tiers(self, mirror: Root | None) -> Tiers:
         """Return where a restore looks: in memory, in the root and in `mirror`."""
         return Tiers(self.root, mirror, self.packs, self.saver.memory_tier)
 
 
-def _mirror(root: Root, settings: Settings) -> tuple[Root | None, BackgroundMirror | None]:
+def _mirror(root: Root, settings: Settings, keeper: Keeper) -> tuple[Root | None, BackgroundMirror | None]:
     mirror = settings.mirror
     if mirror is None:
         return None, None
@@ -97,11 +105,11 @@ def _mirror(root: Root, settings: Settings) -> tuple[Root | None, BackgroundMirr
     mirror_root = own_root(mirror.root, options)
     if mirror_root.path == root.path:
         raise ValueError(f"the mirror of {root.path} must be another root")
-    return mirror_root, BackgroundMirror(root, mirror_root, mirror, options, settings.node_local)
+    return mirror_root, BackgroundMirror(root, mirror_root, mirror, options, keeper, settings.node_local)
 
 
-def _lingering(snapshots: Snapshots, root: Root) -> LingeringMemory | None:
-    """Return the keeper of this process's memory after its death; ValueError if nothing identifies the job."""
+def _lingering(keeper: Keeper, snapshots: Snapshots, root: Root) -> LingeringMemory | None:
+    """Return the memory that is kept after the death of this process; ValueError if nothing identifies the job."""
     if snapshots.linger is None:
         return None
-    return LingeringMemory(Job.of(snapshots.linger_id, root.path, node()), in_seconds(snapshots.linger))
+    return LingeringMemory(keeper, Job.of(snapshots.linger_id, root.path, node()), in_seconds(snapshots.linger))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,9 @@ from ckpt.exporting.options import ExportForm, Format
 from ckpt.exporting.selection import select
 from ckpt.exporting.writers import WRITERS, first_few
 from ckpt.formats.files import check_new, check_outside
-from ckpt.loading.lazy import open_checkpoint
-from ckpt.storage.roots import own_directory
+from ckpt.loading.lazy import open_step
+from ckpt.storage.interface import Root
+from ckpt.storage.roots import open_root, own_directory
 
 __all__ = ["Exported", "export", "export_as"]
 
@@ -98,22 +99,21 @@ def export(
         max_shard_size=max_shard_size,
         config=config,
     )
-    return export_as(form, path, target, step=step, verify=verify, progress=progress)
+    return export_as(form, open_root(path), target, step=step, verify=verify, progress=progress)
 
 
 def export_as(
     form: ExportForm,
-    path: str | os.PathLike[str],
+    root: Root,
     target: str | os.PathLike[str],
     *,
     step: int | None = None,
     verify: bool = False,
     progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> Exported:
-    """Do what `export` does, with its arguments in one object."""
+    """Do what `export` does, with its arguments in one object, for a step of `root`."""
     where = own_directory(os.path.expanduser(os.fspath(target)), "a place for an export")
-    with open_checkpoint(path, step, storage_options=storage_options) as checkpoint:
+    with open_step(root, step) as checkpoint:
         check_outside(where, checkpoint.path)
         check_new(where, "file" if form.format == "torch" else "directory")
         selection = select(checkpoint.index, form)

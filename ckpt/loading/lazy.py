@@ -19,7 +19,7 @@ from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import stored
-from ckpt.storage.interface import HeldStep
+from ckpt.storage.interface import HeldStep, Root
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from inprocess.ipc.uncopied import Uncopied
@@ -27,7 +27,7 @@ from inprocess.ipc.uncopied import Uncopied
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "LazyTensor", "block_shape", "open_checkpoint"]
+__all__ = ["Checkpoint", "LazyTensor", "block_shape", "open_checkpoint", "open_step"]
 
 _ATTEMPTS = 20
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer
@@ -180,7 +180,11 @@ def open_checkpoint(
     permission; with it, a lease is made if `path` is a checkpoint root.
     Raises CheckpointNotFoundError, CheckpointCorruptError, FormatVersionError.
     """
-    root = open_root(path, StorageOptions.of(storage_options, _TIMEOUT_S))
+    return open_step(open_root(path, StorageOptions.of(storage_options, _TIMEOUT_S)), step)
+
+
+def open_step(root: Root, step: int | None = None) -> Checkpoint:
+    """Open a step of a root, as `open_checkpoint` does."""
     for attempt in range(_ATTEMPTS):
         steps = root.steps()
         if step is None and not steps:

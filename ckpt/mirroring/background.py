@@ -1,31 +1,29 @@
-"""The trainer's side of a mirror: says which steps are due, and starts the process that copies them, or its share.
+"""The trainer's side of a mirror: says which steps are due, and orders the worker that copies them, or its share.
 
 Rank 0 decides, when a save begins, and records it with the save: so all ranks have one answer, also those that have
 come since. Until a step that is due is copied, or cannot be, the first root keeps it: rank 0 tells its writer, which
 removes steps, with each save.
 
-The trainer never waits for that process before `close`: messages that a pipe cannot take are sent later.
+The trainer never waits for that worker before `close`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
-import pickle
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from typing import IO
+
+import cloudpickle
 
 from ckpt.arguments import in_seconds
 from ckpt.errors import CheckpointError
 from ckpt.events import MirrorDone, MirrorFailed
-from ckpt.mirroring.messages import Begun, Done, Due, Failed, NotDue, Owner, Report, Setup
+from ckpt.keeper.client import Keeper, Worker
+from ckpt.mirroring.messages import CODEC, Begun, Done, Due, Failed, Message, Setup
 from ckpt.mirroring.options import Mirror
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.saving.recover import Branch
@@ -35,20 +33,18 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
-from inprocess.ipc.process import end_process, start_module
 
 __all__ = ["BackgroundMirror"]
 
 _log = logging.getLogger("ckpt")
 
-_GRACE_S = 10.0  # after the process should have ended by itself
+_GRACE_S = 10.0  # after the worker should have ended by itself
+_EXIT_WAIT_S = 2.0  # for the keeper to tell how a dead worker ended
+_FORK_WAIT_S = 1.0  # for the pid of a worker that is to be killed
 _FAILING_S = 10.0  # for a mirror that could not be reached before
 _POLL_S = 0.02
 _ASK_S = 5.0
 _RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
-_READ_BYTES = 1 << 16
-_LOGGED_CHARACTERS = 4000
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _NICE = 19
 _COORDINATOR = 0
 
@@ -60,7 +56,13 @@ class BackgroundMirror:
     """
 
     def __init__(
-        self, root: Root, mirror: Root, options: Mirror, mirror_options: StorageOptions, node_local: str | None = None
+        self,
+        root: Root,
+        mirror: Root,
+        options: Mirror,
+        mirror_options: StorageOptions,
+        keeper: Keeper,
+        node_local: str | None = None,
     ) -> None:
         """`node_local`: the directory of this node with the pack files of the root."""
         self._root = root
@@ -68,6 +70,7 @@ class BackgroundMirror:
         self._mirror = mirror
         self._options = options
         self._mirror_options = mirror_options
+        self._keeper = keeper
         self._rank = _COORDINATOR
         self._last_due: SaveId | None = None  # of the saves that have begun
         self._published: dict[SaveId, bool] = {}  # that one, and those after it: whether they are published
@@ -77,14 +80,12 @@ class BackgroundMirror:
         self._last_done: SaveId | None = None
         self._due: dict[SaveId, Due] = {}  # not copied yet, or given up; of a rank other than 0 also undecided ones
         self._let_go: set[SaveId] = set()  # due, and not held in the first root any more
-        self._unsent: list[Due] = []
         self._owner = 0
         self._is_failing = False  # what was tried last is to be tried again
-        self._process: subprocess.Popen[bytes] | None = None
-        self._messages: IO[bytes] | None = None
-        self._buffer = b""
+        self._worker: Worker[Message] | None = None
+        self._last_words = ""
         self._start_at, self._restart_s = 0.0, _RESTART_S
-        in_forked_children(self._close_pipes)
+        in_forked_children(self._disconnect)
 
     def is_next_due(self, in_flight: Collection[SaveId]) -> bool:
         """Return whether the save that is about to begin is due. What rank 0 says holds for all.
@@ -115,7 +116,8 @@ class BackgroundMirror:
         """
         if self._rank != _COORDINATOR:
             return []
-        self._receive()
+        if self._worker is not None:
+            self._receive(self._worker)
         self._begun &= set(in_flight)
         waiting = sorted({*self._due, *self._begun}, key=lambda save: (save.owner, save.step))
         let_go, kept = waiting[: -self._options.held], waiting[-self._options.held :]
@@ -136,12 +138,12 @@ class BackgroundMirror:
         """Note a published save, and have it copied if it is due."""
         if rank != self._rank:  # since a restart
             self._end(wait=False)
-            self._rank, self._owner, self._due, self._unsent = rank, 0, {}, []
+            self._rank, self._owner, self._due = rank, 0, {}
         if save in self._published:
             self._published[save] = True
         self._newest = Due(save, save.owner, branch, world_size > 1)
         if rank != _COORDINATOR:
-            self._want(replace(self._newest, is_due=False))  # its process looks what rank 0 has decided
+            self._want(replace(self._newest, is_due=False))  # its worker looks what rank 0 has decided
         elif save in self._begun:
             self._want(self._newest)
         self._begun.discard(save)
@@ -149,18 +151,18 @@ class BackgroundMirror:
     def _want(self, due: Due) -> None:
         self._is_failing |= self._rank != _COORDINATOR and not self._due  # until that of rank 0 has begun
         self._due[due.save] = due
-        self._unsent.append(due)
+        if self._worker is not None:
+            self._worker.channel.send(due)
         self.poll()
 
     def poll(self) -> None:
-        """Note what the process has done, and send it what is due; start it again if it has died. Never waits."""
-        self._receive()
-        process = self._process
-        if process is not None and process.poll() is not None:
-            self._died(process)
-        if self._due and self._process is None and time.monotonic() >= self._start_at:
+        """Note what the worker has done; have another one forked if it has died. Does not wait for it."""
+        if self._worker is not None:
+            self._worker.channel.flush()
+            if self._receive(self._worker):
+                self._died(self._worker)
+        if self._due and self._worker is None and time.monotonic() >= self._start_at:
             self._start()
-        self._send()
 
     def close(self, ending: Deadline) -> None:
         """Have the newest step copied, wait for what is not copied, for a limited time, and end. Idempotent.
@@ -181,7 +183,6 @@ class BackgroundMirror:
             self._failed(Failed(save, why, again=False))
         self._end(wait=not self._due)
         self._due.clear()
-        self._unsent.clear()
 
     def _missing(self, ending: Deadline) -> list[SaveId]:
         """Return the saves that are due and not in the mirror, oldest first, also if this process was not told.
@@ -202,10 +203,20 @@ class BackgroundMirror:
         return [save for save in missing if there.get(save.step) != save.name]
 
     def abort(self) -> None:
-        """Kill the process. Idempotent."""
+        """Kill the worker. Idempotent."""
         self._end(wait=False)
 
     def _start(self) -> None:
+        """Have a worker forked, and send it all that is due. It takes that before it exists."""
+        self._start_at = time.monotonic() + self._restart_s
+        self._restart_s = min(2 * self._restart_s, _LONGEST_RESTART_S)
+        try:
+            policy = cloudpickle.dumps(keep_policy(self._options.keep))
+            self._worker = self._new_worker(policy)
+        except Exception as error:  # a policy of the user may raise anything
+            self._failed(Failed(None, f"its worker cannot be started: {error}", again=True))
+
+    def _new_worker(self, policy: bytes) -> Worker[Message]:
         options = self._options
         setup = Setup(
             self._rank,
@@ -213,77 +224,43 @@ class BackgroundMirror:
             self._root.options,
             self._mirror.path,
             self._mirror_options,
-            keep_policy(options.keep),
             options.bandwidth,
             in_seconds(options.close_timeout),
             self._owner,
             self._node_local,
         )
-        self._start_at = time.monotonic() + self._restart_s
-        self._restart_s = min(2 * self._restart_s, _LONGEST_RESTART_S)
-        messages = None
+        worker = Worker(self._keeper, "mirror", CODEC, nice=_NICE, io_class="idle")
         try:
-            messages = tempfile.TemporaryFile()  # noqa: SIM115
-            with open(os.memfd_create("ckpt-mirror"), "wb+") as stream:
-                pickle.dump(setup, stream)
-                stream.seek(0)
-                self._process = start_module(
-                    "ckpt.mirroring",
-                    str(stream.fileno()),
-                    pass_fds=[stream.fileno()],
-                    env=_ONE_THREAD,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=messages,
-                    bufsize=0,
-                )
-        except OSError as error:
-            if messages is not None:
-                messages.close()
-            self._failed(Failed(None, f"the process cannot be started: {error}", again=True))
-            return
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)  # its threads inherit that
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
-        os.set_blocking(self._process.stdout.fileno(), False)
-        self._messages, self._buffer = messages, b""
-        self._unsent = list(self._due.values())
+            with open(os.memfd_create("ckpt-mirror", os.MFD_CLOEXEC), "wb") as stream:
+                stream.write(policy)
+                stream.flush()
+                worker.channel.send(setup, stream.fileno())
+            for due in self._due.values():
+                worker.channel.send(due)
+        except BaseException:
+            worker.release()
+            raise
+        return worker
 
-    def _send(self) -> None:
-        """Send what the pipe takes. A message is smaller than what POSIX writes to a pipe at once."""
-        if self._process is None or self._process.stdin is None:
-            return
-        while self._unsent:
-            try:
-                os.write(self._process.stdin.fileno(), pickle.dumps(self._unsent[0]))
-            except OSError:  # it is full, or the process has died
-                return
-            del self._unsent[0]
+    def _receive(self, worker: Worker[Message]) -> bool:
+        """Note what the worker has sent. True when it is dead and everything it sent has been read."""
+        self._keeper.pump()
+        worker.refresh()
+        is_dead = worker.is_dead()  # checked first: if so, all that it ever sent is in the channel
+        try:
+            while (packet := worker.channel.receive()) is not None:
+                self._note(packet.message)
+        except EOFError:
+            return True
+        return is_dead
 
-    def _receive(self) -> None:
-        if self._process is None or self._process.stdout is None:
-            return
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._process.stdout.fileno(), _READ_BYTES):
-                self._buffer += data
-        while self._buffer:
-            stream = io.BytesIO(self._buffer)
-            try:
-                report: Report = pickle.load(stream)
-            except (EOFError, pickle.UnpicklingError):  # the rest of it is still to come
-                return
-            self._buffer = self._buffer[stream.tell() :]
-            self._note(report)
-
-    def _note(self, report: Report) -> None:
+    def _note(self, report: Message) -> None:
         match report:
-            case Owner(token):
+            case Begun(token) if token:
                 self._owner = token
             case Begun():
                 self._is_failing = False
-            case NotDue(save):
+            case Done(save, is_due=False):
                 self._due.pop(save, None)
             case Done(save, nbytes, seconds):
                 step = save.step
@@ -294,9 +271,11 @@ class BackgroundMirror:
                 _log.log(level, "copied step %d to %s: %d bytes, %.1f s", step, self._mirror.path, nbytes, seconds)
                 if is_observed() and self._rank == _COORDINATOR:
                     emit(MirrorDone(time.time(), self._rank, step, self._mirror.path, nbytes, seconds))
-            case Failed(failed):
-                if failed is not None and not report.again:
-                    self._due.pop(failed, None)
+            case Failed(None, cause):
+                self._last_words = cause
+            case Failed(SaveId() as save):
+                if not report.again:
+                    self._due.pop(save, None)
                 self._failed(report)
 
     def _failed(self, report: Failed) -> None:
@@ -311,36 +290,27 @@ class BackgroundMirror:
             cause = shortened(report.cause)
             emit(MirrorFailed(time.time(), self._rank, step, self._mirror.path, cause, report.again))
 
-    def _died(self, process: subprocess.Popen[bytes]) -> None:
-        """Note that the process has ended although it was not asked to."""
-        self._receive()
-        text = self._release(process)
-        code = process.returncode
-        how = f"was killed by signal {-code}" if code < 0 else f"has ended with status {code}"
-        self._failed(Failed(None, f"the process {how}{f': {text}' if text else ''}", again=True))
+    def _died(self, worker: Worker[Message]) -> None:
+        """Note that the worker has ended although it was not asked to."""
+        worker.kill()  # its connection has ended, so it soon ends itself
+        worker.is_dead(Deadline(_EXIT_WAIT_S))
+        how, words = worker.how_ended(_EXIT_WAIT_S), self._last_words
+        self._disconnect()
+        self._failed(Failed(None, f"its worker {how}{f': {words}' if words else ''}", again=True))
         self._start_at = max(self._start_at, time.monotonic() + self._restart_s / 2)
 
     def _end(self, *, wait: bool) -> None:
-        process = self._process
-        if process is None:
+        worker = self._worker
+        if worker is None:
             return
-        if process.stdin is not None:
-            process.stdin.close()
-        end_process(process, Deadline(_GRACE_S if wait else 0.0))
-        self._release(process)
+        if wait:
+            worker.end(Deadline(_GRACE_S))
+        else:
+            worker.abort(Deadline(_FORK_WAIT_S))
+        self._disconnect()
 
-    def _close_pipes(self) -> None:
-        if self._process is not None:
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    pipe.close()
-
-    def _release(self, process: subprocess.Popen[bytes]) -> str:
-        """Close the pipes, and return what the process has written to stderr."""
-        self._close_pipes()
-        self._process = None
-        if self._messages is None:
-            return ""
-        with self._messages as stream:
-            stream.seek(0)
-            return stream.read().decode(errors="replace").strip()[-_LOGGED_CHARACTERS:]
+    def _disconnect(self) -> None:
+        """Forget the worker, which then ends by itself; in a fork of the process it is that of the parent."""
+        worker, self._worker, self._last_words = self._worker, None, ""
+        if worker is not None:
+            worker.release()

@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
-from ckpt.lingering.keeping import LingeringMemory
-from ckpt.lingering.takeover import Taken
+from ckpt.keeper.lingering import LingeringMemory
+from ckpt.keeper.takeover import Taken
 from ckpt.meeting import named
 from ckpt.native import crc32c
 from ckpt.saving.offers import (
@@ -129,7 +129,7 @@ class MemoryTier:
     def _take_over(self, lingering: LingeringMemory) -> None:
         """Take what dead processes have left, before the first restore of this process is over.
 
-        After one whose end was interrupted its holders are still to be released.
+        After one whose end was interrupted its keepers are still to be released.
         """
         if not self._start:
             self._give_back_taken()
@@ -273,7 +273,7 @@ class MemoryTier:
                 region.close()
 
     def _give_back_taken(self) -> None:
-        """Unmap what dead processes have left; their holders go on to keep it."""
+        """Unmap what dead processes have left; their keepers go on to keep it."""
         for taken in self._taken:
             taken.close()
         self._taken = []

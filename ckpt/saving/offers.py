@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ckpt.lingering.messages import Record
+from ckpt.keeper.messages import Record
 from ckpt.saving.share import ShareOf
 from ckpt.storage.names import SaveId, parse_save_name
 

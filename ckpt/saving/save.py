@@ -20,7 +20,7 @@ from typing import Any
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError
 from ckpt.events import Retained, SnapshotStaged
-from ckpt.lingering.keeping import LingeringMemory
+from ckpt.keeper.lingering import LingeringMemory
 from ckpt.observing import emit, is_observed
 from ckpt.options import Snapshots
 from ckpt.ranks import Ranks
@@ -303,7 +303,7 @@ class Saver:
             self._lingering.hold(self._stager.memory.kept)
 
     def _linger_before_resize(self) -> None:
-        """Let the holder free the slots that are about to be replaced."""
+        """Let the keeper free the slots that are about to be replaced."""
         if self._lingering is not None:
             kept, slots = self._stager.memory.kept, self._stager.all_slots
             replaced = [slot.region for slot in slots if slot.state is not SlotState.HELD]
@@ -397,7 +397,7 @@ class Saver:
         if self._lingering is not None and linger:
             self._lingering.leave()
         elif self._lingering is not None:
-            self._lingering.close(ending)
+            self._lingering.close()
         self._stager.close()
 
     def _leave_root(self) -> None:

@@ -43,8 +43,8 @@ class PacketError(ValueError):
 class Codec(Generic[M]):
     """The messages of one protocol: dataclasses with distinct names.
 
-    Fields are int, float, bool, str, None, `Any` (whatever JSON holds), dicts and lists of JSON values, other
-    dataclasses of these, and unions of them. `decode` checks every field against its annotation.
+    Fields are int, float, bool, str, None, `Any` (whatever JSON holds), dicts and lists of JSON values, tuples of
+    these, other dataclasses of these, and unions of them. `decode` checks every field against its annotation.
     """
 
     def __init__(self, *kinds: type[M]) -> None:
@@ -242,6 +242,8 @@ def _reader(annotation: Any) -> Callable[[Any], Any]:
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return _union_reader([_reader(option) for option in typing.get_args(annotation)])
+    if origin is tuple:
+        return _tuple_reader(typing.get_args(annotation))
     accepted: tuple[type, ...] = (int, float) if annotation is float else (origin or annotation,)
 
     def read(value: Any) -> Any:
@@ -258,6 +260,19 @@ def _union_reader(options: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
             with contextlib.suppress(PacketError):
                 return option(value)
         return options[-1](value)
+
+    return read
+
+
+def _tuple_reader(items: tuple[Any, ...]) -> Callable[[Any], Any]:
+    is_open = items[-1:] == (Ellipsis,)
+    readers = [_reader(item) for item in items if item is not Ellipsis]
+
+    def read(value: Any) -> Any:
+        if type(value) is not list or not (is_open or len(value) == len(readers)):
+            raise PacketError(f"not a tuple of {items}")
+        each = readers * len(value) if is_open else readers
+        return tuple(reader(item) for reader, item in zip(each, value, strict=True))
 
     return read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -23,7 +24,7 @@ import ckpt
 from ckpt.errors import CheckpointError
 from tests.ckpt.crash.killers import wait_until
 
-HELPERS = ("ckpt.lingering", "ckpt.replication", "ckpt.mirroring")
+HELPERS = ("ckpt-keeper", "ckpt-replicas", "ckpt-mirror")
 
 
 class _Warnings(logging.Handler):
@@ -75,11 +76,13 @@ class Rank:
         assert self.checkpointer.maybe_finalize(blocking=True) == [self.step]
 
     def helpers(self) -> dict[str, int]:
-        """The processes that this rank has started, by module; the writers."""
+        """The processes of this rank that last, by name: the keeper, and workers."""
         found = {}
-        for child in psutil.Process().children():
-            line = " ".join(child.cmdline())
-            found |= {module: child.pid for module in HELPERS if module in line}
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                name, is_child = process.name(), process.ppid() == os.getpid()
+                if name in HELPERS and (is_child or name != "ckpt-keeper"):  # a fork of it has its name at first
+                    found[name] = process.pid
         return found
 
     def everything(self) -> dict[str, Any]:
@@ -139,6 +142,7 @@ class Rank:
         saver._lingering.leave()
         saver.replicator._keeper.leave()
         parts.mirror.abort()
+        parts.exports.abort()
         parts.queue._release()
 
     def check(self, before: dict[str, Any], way: str) -> None:

@@ -30,9 +30,9 @@ __all__ = ["HELP", "add_arguments", "run"]
 HELP = "show which processes of this user hold checkpoint memory on this node, and which steps"
 
 _KINDS = MappingProxyType(
-    {"ckpt-writer": "writer", "ckpt-replicas": "replica process", "ckpt-linger": "holder", "ckpt-mirror": "mirror"}
+    {"ckpt-writer": "writer", "ckpt-replicas": "replica process", "ckpt-keeper": "keeper", "ckpt-mirror": "mirror"}
 )
-_SLOT, _REPLICA, _STATUS = "/memfd:ckpt-slot", "/memfd:ckpt-replica", "/memfd:ckpt-linger"
+_SLOT, _REPLICA, _STATUS = "/memfd:ckpt-slot", "/memfd:ckpt-replica", "/memfd:ckpt-keeper"
 _SEARCHED = 64 << 20  # bytes before the end of a region in which its header is looked for
 _READ_AT_ONCE = 1 << 20
 _MAX_STATUS = 64 << 10
@@ -100,7 +100,7 @@ def _cells(holder: Holder) -> tuple[str, ...]:
     if holder.expires_in_s is not None:
         ends = f"in {duration(max(0.0, holder.expires_in_s))}"
     else:
-        ends = "with its trainer" if holder.kind == "holder" else ""
+        ends = "with its trainer" if holder.kind == "keeper" else ""
     return (
         str(holder.pid),
         holder.kind,

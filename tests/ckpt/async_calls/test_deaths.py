@@ -127,7 +127,7 @@ def test_a_server_that_hangs_at_its_start_is_given_up(leak_check: LeakCheck) -> 
         server.suspend()
         queue.schedule_async_request(AsyncRequest(functions.nothing, (), []))
         assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-        server.resume()
+        server.wait(20)  # killed: another one serves
     leak_check.check()
 
 

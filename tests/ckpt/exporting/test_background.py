@@ -6,6 +6,9 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,7 +23,9 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt import AsyncCallsQueue, Checkpointer, ExportOptions
 from ckpt.events import ExportDone
-from tests.support import LeakCheck, run_ranks
+from ckpt.keeper.client import Keeper
+from ckpt.storage.step_reader import StepReader
+from tests.support import LeakCheck, is_gone, run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,7 +52,7 @@ def exporters() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # also of one that has ended
-            if "ckpt.exporting" in child.cmdline():
+            if child.name() == "ckpt-export":
                 found.append(child)
     return found
 
@@ -60,20 +65,35 @@ def wait_until(condition: Callable[[], object], poll: Callable[[], object] = lam
         time.sleep(0.02)
 
 
+def exporter() -> psutil.Process:
+    """Return the one worker that exports, as soon as it has been forked."""
+    wait_until(exporters)
+    (process,) = exporters()
+    return process
+
+
+def gate(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, process: str) -> Path:
+    """Have processes of this name wait before they import a module, and return the file that lets them go on."""
+    (folder / "hook").mkdir()
+    go = folder / "go"
+    code = f"""
+import os, sys, time
+class Gate:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r} and open("/proc/self/comm").read().strip() == {process!r}:
+            while not os.path.exists({str(go)!r}):
+                time.sleep(0.02)
+sys.meta_path.insert(0, Gate())
+"""
+    (folder / "hook" / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "hook"), os.environ.get("PYTHONPATH", "")]))
+    return go
+
+
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A file, without which exporters wait before they read anything."""
-    (tmp_path / "hook").mkdir()
-    go = tmp_path / "go"
-    code = f"""
-import os, sys, time
-if any("ckpt.exporting" in word for word in sys.orig_argv):
-    while not os.path.exists({str(go)!r}):
-        time.sleep(0.02)
-"""
-    (tmp_path / "hook" / "sitecustomize.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "hook"), os.environ.get("PYTHONPATH", "")]))
-    return go
+    return gate(monkeypatch, tmp_path, "ckpt.exporting.worker", "ckpt-export")
 
 
 def test_multiples_are_exported(tmp_path: Path, queue: AsyncCallsQueue, leak_check: LeakCheck) -> None:
@@ -94,8 +114,7 @@ def test_a_newer_step_replaces_the_one_that_waits(
     with Checkpointer(tmp_path / "root", queue=queue, export=options) as checkpointer:
         for step in range(1, 5):
             checkpointer.save(state(step), step)
-        (exporter,) = exporters()
-        assert exporter.nice() >= psutil.Process().nice()
+        assert exporter().nice() == min(19, psutil.Process().nice() + 15)
         assert not (tmp_path / "out").exists()
         stopped.touch()
     assert exported(tmp_path / "out") == {"step_00000001": 1, "step_00000004": 4}
@@ -131,8 +150,7 @@ def test_an_exporter_that_is_killed_leaves_nothing(
     options = ExportOptions(tmp_path / "out", every=1, prefix="model")
     with Checkpointer(tmp_path / "root", queue=queue, export=options) as checkpointer:
         checkpointer.save(state(1), 1)
-        (exporter,) = exporters()
-        exporter.send_signal(signal.SIGKILL)
+        exporter().send_signal(signal.SIGKILL)
         wait_until(lambda: "killed by signal 9" in caplog.text, checkpointer.maybe_finalize)
         stopped.touch()
         checkpointer.save(state(2), 2)
@@ -147,6 +165,7 @@ def test_errors_are_logged(tmp_path: Path, queue: AsyncCallsQueue, caplog: pytes
         checkpointer.save(state(1), 1)
     assert "the export of step 1" in caplog.text
     assert "NotADirectoryError" in caplog.text
+    assert "Traceback (most recent call last)" in caplog.text
     assert [record.levelno for record in caplog.records if "export" in record.message] == [logging.ERROR]
 
 
@@ -168,6 +187,76 @@ def test_an_exporter_that_hangs_ends_with_the_checkpointer(
     assert time.monotonic() - begin < 30
     assert not exporters()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("how", ["close", "exception"])
+def test_storage_that_does_not_answer_at_the_end(
+    tmp_path: Path,
+    queue: AsyncCallsQueue,
+    stopped: Path,
+    leak_check: LeakCheck,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    """The processes end nevertheless. The thread that waits for the storage, and is given up, uses no keeper."""
+    release, waiting, answers = StepReader.close, threading.Event(), threading.Event()
+    pump, users = Keeper.pump, set[threading.Thread]()
+
+    def close(step: StepReader) -> None:
+        waiting.set()
+        answers.wait(60)
+        release(step)
+
+    def noted(keeper: Keeper) -> None:
+        users.add(threading.current_thread())
+        pump(keeper)
+
+    options = ExportOptions(tmp_path / "out", every=1)
+    checkpointer = Checkpointer(tmp_path / "root", queue=queue, export=options, timeout=timedelta(seconds=5))
+    checkpointer.save(state(1), 1)
+    worker = exporter()
+    keeper = worker.parent()
+    assert keeper is not None
+    monkeypatch.setattr(StepReader, "close", close)
+    monkeypatch.setattr(Keeper, "pump", noted)
+    begin = time.monotonic()
+    if how == "close":
+        checkpointer.close()
+    else:
+        with pytest.raises(KeyError), checkpointer:
+            raise KeyError
+    assert time.monotonic() - begin < 30
+    assert waiting.is_set()
+    assert is_gone(worker.pid)
+    wait_until(lambda: is_gone(keeper.pid))
+    answers.set()
+    assert users == {threading.current_thread()}
+
+
+_TRAINER = """
+import os, signal, sys, torch
+import ckpt
+from tests.ckpt.exporting.test_background import exporters, wait_until
+root, out = sys.argv[1:]
+checkpointer = ckpt.Checkpointer(root, export=ckpt.ExportOptions(out, every=1, format="torch"))
+checkpointer.save({"w": torch.zeros(10)}, 1)
+wait_until(exporters)
+print(exporters()[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_output_of_a_trainer_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads it, as `tee` or a launcher, does not wait for the export, which ends by itself."""
+    go = gate(monkeypatch, tmp_path, "ckpt.formats.torch_file", "ckpt-export")
+    command = [sys.executable, "-c", _TRAINER, str(tmp_path / "root"), str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as trainer:
+        output, _ = trainer.communicate(timeout=60)  # until all have closed it
+    worker = psutil.Process(int(output.split()[-1]))
+    assert worker.name() == "ckpt-export"
+    go.touch()
+    wait_until(lambda: is_gone(worker.pid))
+    assert os.listdir(tmp_path / "out") == ["step_00000001.pt"]
 
 
 def test_an_export_that_is_there_is_replaced(tmp_path: Path, queue: AsyncCallsQueue) -> None:

@@ -91,22 +91,23 @@ def mirror_of(root: Path | str, **options: Any) -> ckpt.Mirror:
 
 
 def mirror_processes() -> list[psutil.Process]:
-    """Return the mirror processes that this process has started."""
+    """Return the mirror workers of this process."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "ckpt.mirroring" in _command(child):
+            if child.name() == "ckpt-mirror":
                 found.append(child)
     return found
 
 
-def _command(process: psutil.Process) -> list[str]:
-    """Return the command line of a process; of one that has just been started it is empty for a moment."""
-    deadline = time.monotonic() + 10
-    while not (words := list[str](process.cmdline())) and process.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"process {process.pid} has no command line"
-        time.sleep(0.001)
-    return words
+def mirror_process() -> psutil.Process:
+    """Return the one mirror worker of this process, as soon as it has been forked."""
+    deadline = time.monotonic() + 40
+    while not (found := mirror_processes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (process,) = found
+    return process
 
 
 def files_of(step: Path) -> dict[str, bytes]:

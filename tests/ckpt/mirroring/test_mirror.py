@@ -20,11 +20,12 @@ import torch.distributed as dist
 import ckpt
 import inprocess
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from ckpt.mirroring.messages import Due
+from ckpt.mirroring.messages import CODEC, Due, Failed, Message, Setup
 from ckpt.mirroring.step_copy import StepCopy, Throttle
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving.recover import Branch
 from ckpt.storage.names import SaveId
+from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from ckpt.validation.checks import validate
 from inprocess.abort import AbortTorchDistributed
@@ -37,6 +38,7 @@ from tests.ckpt.mirroring.support import (
     damage,
     files_of,
     mirror_of,
+    mirror_process,
     mirror_processes,
     state_of,
 )
@@ -114,7 +116,7 @@ def test_a_step_is_held_while_it_is_copied_and_training_goes_on(roots: tuple[Pat
     with job(first, mirror, keep=ckpt.Latest(1)) as run:
         run.save(1)
         run.wait(lambda: open_root(second).pending())
-        (process,) = mirror_processes()
+        process = mirror_process()
         assert process.nice() == 19
         run.save(2, 3)
         assert _steps(first)[0] == 1
@@ -231,7 +233,7 @@ def test_what_is_due_is_kept_until_it_is_copied(roots: tuple[Path, Path], job: J
             run.checkpointer.async_save(state_of(step), step)
         run.checkpointer.maybe_finalize(blocking=True)
         run.wait(lambda: run.failures)
-        (process,) = mirror_processes()
+        process = mirror_process()
         process.kill()
         process.wait(20)
         run.save(4)
@@ -264,7 +266,7 @@ def test_kill_of_the_process(roots: tuple[Path, Path], job: Jobs) -> None:
     with job(first, mirror_of(second, bandwidth=STALLED, close_timeout=timedelta(0))) as run:
         run.save(1)
         run.wait(lambda: open_root(second).pending())
-        (process,) = mirror_processes()
+        process = mirror_process()
         process.send_signal(signal.SIGKILL)
         run.wait(lambda: run.failures and mirror_processes())
         assert "signal 9" in run.failures[0].cause
@@ -332,7 +334,7 @@ def test_a_process_that_recovers_the_mirror_as_a_root(roots: tuple[Path, Path], 
         ownership.release(token)
         assert not run.failures
         run.copy(3)
-        (process,) = mirror_processes()
+        process = mirror_process()
         process.kill()
         run.copy(4)
         assert ownership.newest() > token
@@ -487,6 +489,7 @@ def _mirrored_by_two(rank: int, world_size: int, first: str, second: str) -> int
     mirror = mirror_of(second, close_timeout=timedelta(seconds=80))
     with ckpt.Checkpointer(first, mirror=mirror) as checkpointer:
         checkpointer.save({"own": ckpt.PerRank(torch.full((100_000,), float(rank)))}, 8)
+        mirror_process()
         return len(mirror_processes())
 
 
@@ -605,9 +608,15 @@ def test_arguments(tmp_path: Path) -> None:
     assert "very-secret" not in repr(ckpt.Mirror("s3://b/x", storage_options={"secret_access_key": "very-secret"}))
 
 
-def test_a_message_fits_into_what_a_pipe_takes_at_once() -> None:
-    import pickle
-    import select
-
-    due = Due(SaveId(10**17, 10**17, "f" * 16), 10**17, Branch(10**17, "s" * 60, tuple(range(10**17, 10**17 + 100))))
-    assert len(pickle.dumps(due)) <= select.PIPE_BUF
+def test_messages() -> None:
+    """Options and saves cross to the worker as they are, also where a job has skipped many steps."""
+    options = StorageOptions.of({"secret_access_key": "x", "allow_http": True, "retries": 3}, 60.0)
+    branch = Branch(10**17, "s" * 60, tuple(range(10**17, 10**17 + 1000)))
+    messages: list[Message] = [
+        Setup(0, "/a", None, "s3://b/c", options, 1e6, 300.0, 10**13),
+        Due(SaveId(10**17, 10**17, "f" * 16), 10**17, branch),
+        Failed(None, "no such \udc80 file", again=True),
+    ]
+    assert [CODEC.decode(CODEC.encode(message)) for message in messages] == messages
+    with pytest.raises(TypeError, match=r"'retries'\] is a object, not a string, number or bool"):
+        ckpt.Checkpointer("s3://b/x", mirror=ckpt.Mirror("s3://b/y", storage_options={"retries": object()}))

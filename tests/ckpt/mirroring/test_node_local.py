@@ -20,7 +20,7 @@ from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.roots import open_root
 from ckpt.validation.checks import validate
 from tests.ckpt.crash.test_matrix import Cell, play, selected
-from tests.ckpt.mirroring.support import STALLED, damage, mirror_processes
+from tests.ckpt.mirroring.support import STALLED, damage, mirror_process
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -546,7 +546,7 @@ def _kills_the_process(rank: int, world_size: int, cluster: Cluster, victim: int
     ) as checkpointer:
         checkpointer.save({"own": ckpt.PerRank(torch.ones(5))}, 0)
         _wait(lambda: open_root(cluster.mirror).steps() == [0])
-        (process,) = mirror_processes()
+        process = mirror_process()
         if rank == 1:
             process.suspend()
         barrier()

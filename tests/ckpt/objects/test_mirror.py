@@ -13,7 +13,7 @@ import pytest
 
 import ckpt
 from ckpt.storage.roots import open_root
-from tests.ckpt.mirroring.support import assert_state, files_of, job, mirror_of, mirror_processes, state_of
+from tests.ckpt.mirroring.support import assert_state, files_of, job, mirror_of, mirror_process, state_of
 from tests.ckpt.mirroring.test_mirror import _job_of_ranks
 from tests.support import is_gone, launch_ranks, run_ranks
 from tests.support.object_server import Answer, Bucket, Request, slow_down
@@ -103,7 +103,7 @@ def test_kill_in_the_middle_and_resume(bucket: Bucket, tmp_path: Path) -> None:
     with job(tmp_path, mirror_of(bucket.url)) as run:
         run.save(1)
         run.wait(stalled.is_set)
-        (process,) = mirror_processes()
+        process = mirror_process()
         process.kill()
         process.wait(10)
         present = {key for key in counts if bucket.server.request("HEAD", f"/{bucket.name}/{key}")[0] == 200}
@@ -140,7 +140,7 @@ def test_kill_at_each_put(bucket: Bucket, tmp_path: Path, put: str, answer: str)
         with lock:
             if killed or request.method != "PUT" or put not in request.key:
                 return None
-            (process,) = mirror_processes()
+            process = mirror_process()
             process.kill()
             process.wait(10)
             killed.append(process.pid)
@@ -216,7 +216,7 @@ def test_the_options_are_those_of_the_mirror(bucket: Bucket, tmp_path: Path) -> 
     mirror = mirror_of(bucket.url, storage_options=options)
     with job(tmp_path / "nvme", mirror) as run:
         run.copy(1)
-        (process,) = mirror_processes()
+        process = mirror_process()
         assert secret not in " ".join(process.cmdline())
         assert secret not in " ".join(process.environ().values())
     shutil.rmtree(tmp_path / "nvme")
@@ -239,7 +239,7 @@ def _trainer(rank: int, world_size: int, first: str, second: str, close_s: float
     mirror = ckpt.Mirror(second, close_timeout=timedelta(seconds=close_s))
     with ckpt.Checkpointer(first, mirror=mirror) as checkpointer:
         checkpointer.save(state_of(1), 1)
-        print("pid", mirror_processes()[0].pid, flush=True)
+        print("pid", mirror_process().pid, flush=True)
         threading.Event().wait()
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt.lingering.messages import Record
+from ckpt.keeper.messages import Record
 from ckpt.saving.offers import (
     Earlier,
     Fence,

@@ -159,7 +159,7 @@ def test_no_decision_uses_a_function_that_takes_a_failure_for_absence() -> None:
     uses = re.compile(r"os\.path\.(exists|lexists|isdir|isfile)\(")
     found = [
         f"{path.relative_to(package)}: {line.strip()}"
-        for folder in ("storage", "saving", "mirroring", "lingering", "replication")
+        for folder in ("storage", "saving", "mirroring", "keeper", "replication")
         for path in (package / folder).rglob("*.py")
         for line in path.read_text().splitlines()
         if uses.search(line)

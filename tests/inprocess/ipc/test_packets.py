@@ -36,11 +36,12 @@ class Everything:
     other: Place | None
     values: dict[str, Any] = field(default_factory=dict)
     items: list[int] = field(default_factory=list)
+    pairs: tuple[tuple[str, int], ...] = ()
 
 
 Message = Number | Everything
 CODEC: Codec[Message] = Codec(Number, Everything)
-EVERYTHING = Everything("a\ud800", 1.5, True, Place("h", 3), None, {"x": [1, None]}, [1, 2])
+EVERYTHING = Everything("a\ud800", 1.5, True, Place("h", 3), None, {"x": [1, None]}, [1, 2], (("a", 1), ("b", 2)))
 
 
 @pytest.fixture
@@ -84,7 +85,17 @@ def test_what_is_not_a_message_is_refused(packet: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"place": None}, {"other": {"host": 1, "port": 2}}, {"values": []}, {"seconds": "1"}]
+    "wrong",
+    [
+        {"place": None},
+        {"other": {"host": 1, "port": 2}},
+        {"values": []},
+        {"seconds": "1"},
+        {"pairs": "ab"},
+        {"pairs": [["a"]]},
+        {"pairs": [["a", 1, 2]]},
+        {"pairs": [["a", "b"]]},
+    ],
 )
 def test_a_field_of_another_type_is_refused(wrong: dict[str, Any]) -> None:
     name, values = json.loads(CODEC.encode(EVERYTHING))

@@ -1,8 +1,9 @@
-"""The process that copies steps to a mirror: started by `background`, with the `Setup` in a memory file.
+"""The worker that copies steps to a mirror; see `background`. The first message is its `Setup`.
 
-    thread of stdin ── Due ──▶ wanted saves; the newest that waits is held ──▶ main thread: copy it, remove old ones
-         └── end of input: the trainer has closed or has died; what is wanted is copied for a while, then this ends
-    stdout ◀── Owner, NotDue, Done, Failed
+    trainer ── Due ──▶ thread: wanted saves; the newest that waits is held ──▶ main thread: copy it, remove old ones
+       │                └── end of the connection: the trainer has closed or has died;
+       │                    what is wanted is copied for a while, then this ends
+       ◀── Begun, Done, Failed ── both
 
 The newest wanted save is copied first. A step that fails because a root cannot be reached is tried again, with growing
 pauses, as long as it exists.
@@ -11,16 +12,14 @@ pauses, as long as it exists.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
-import sys
+import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
-
-import psutil
+from dataclasses import replace
 
 from ckpt.errors import (
     CheckpointCorruptError,
@@ -29,11 +28,12 @@ from ckpt.errors import (
     FencedError,
     StorageError,
 )
-from ckpt.mirroring.messages import Begun, Done, Due, Failed, NotDue, Owner, Report, Setup
+from ckpt.keeper.process import let_go_of_terminal
+from ckpt.mirroring.messages import CODEC, Begun, Done, Due, Failed, Report, Setup
 from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
 from ckpt.mirroring.wanted import Wanted
 from ckpt.saving.recover import adopt
-from ckpt.saving.retention import Facts, Retention, retain
+from ckpt.saving.retention import Facts, Keep, Retention, retain
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import HeldStep
 from ckpt.storage.leases import Lease
@@ -43,26 +43,30 @@ from ckpt.storage.ownership import OwnerState
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.roots import open_root
 from ckpt.storage.step_documents import INTENT
+from inprocess.ipc.packets import receive, send
 from inprocess.ipc.process import Process
 
-_PR_SET_NAME = 15
+__all__ = ["run"]
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _REPORT_S = 60.0
 _LOOK_S, _LONGEST_LOOK_S = 0.5, 10.0
 _BEGIN_S = 900.0  # the process of rank 0 may copy another step first
 _GONE_S = 20.0  # that process is started again sooner, if it was killed
 _END_S = 3.0  # for a request that is under way when the time is over
+_CAUSE_CHARACTERS = 4000
 _COORDINATOR = 0
 
 
-class MirrorProcess:
+class _MirrorWorker:
     """Copies wanted steps, in the main thread of its process, and owns the mirror meanwhile."""
 
-    def __init__(self, setup: Setup, report: Callable[[Report], None]) -> None:
+    def __init__(self, setup: Setup, keep: Keep | None, report: Callable[[Report], None]) -> None:
         self._root = open_root(setup.root, setup.root_options)
         self._mirror = open_root(setup.mirror, setup.mirror_options)
         self._packs = None if setup.node_local is None else NodePacks(setup.node_local, self._root)
         self._setup = setup
+        self._keep = keep
         self._report = report
         self.stopping = threading.Event()
         self._throttle = Throttle(setup.bandwidth, self.stopping)
@@ -82,7 +86,7 @@ class MirrorProcess:
         if due.is_due or self._is_due(due.save):
             self.wanted.add(due)
         else:
-            self._report(NotDue(due.save))
+            self._report(Done(due.save, is_due=False))
 
     def _is_due(self, save: SaveId) -> bool:
         """Return whether rank 0 wants a save to be copied, as the step records. True if that cannot be read now.
@@ -176,7 +180,7 @@ class MirrorProcess:
         mirror.make()
         self._token = mirror.ownership.claim_as(due.token, self._token)
         self._lease = mirror.ownership.leases(self._token).register(_COORDINATOR, Process.here(), lambda: False)
-        self._report(Owner(self._token))
+        self._report(Begun(self._token))
         mirror.refresh()
         for save in mirror.pending():
             if self._root.save_of(save.step) == save.name:
@@ -202,7 +206,7 @@ class MirrorProcess:
             if not held.still_there:
                 raise CheckpointNotFoundError(str(error)) from error
             raise
-        return Done(due.save, copy.nbytes, time.monotonic() - begin, copy.resumed)
+        return Done(due.save, copy.nbytes, time.monotonic() - begin)
 
     def _help(self, due: Due) -> Done | None:
         """Copy the share of this rank in each copy that the process of rank 0 has begun, until `due` is among them.
@@ -274,7 +278,7 @@ class MirrorProcess:
     def _remove(self) -> None:
         """Remove what the policy of the mirror does not keep, and what is left of abandoned copies."""
         mirror = self._mirror
-        retained = retain(mirror, Retention(self._setup.keep), self._token, mirror.steps()[-1], "", self._facts)
+        retained = retain(mirror, Retention(self._keep), self._token, mirror.steps()[-1], "", self._facts)
         retained.warn(self._kept, mirror.path)
         for path, is_record in mirror.removed():
             with contextlib.suppress(StorageError):  # the others go on; it is tried again after the next copy
@@ -296,46 +300,62 @@ class _Absence:
         return self._since is not None and now - self._since >= _GONE_S
 
 
-def _messages(stream: BinaryIO) -> Iterator[Due]:
-    while True:
-        try:
-            yield pickle.load(stream)
-        except EOFError:
-            return
-
-
-def main() -> None:
+def run(trainer: socket.socket) -> None:
     """Copy until the trainer closes its end, and for the time of the setup after that."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-mirror", 0, 0, 0)
-    with contextlib.suppress(OSError, psutil.Error):
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
-    with open(int(sys.argv[1]), "rb") as stream:
-        setup: Setup = pickle.load(stream)
-    reports = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library may print is no report
-
-    reporting = threading.Lock()
+    os.chdir("/")  # not to keep the trainer's directory in use
 
     def report(what: Report) -> None:
-        with reporting, contextlib.suppress(OSError):  # the trainer has ended
-            reports.write(pickle.dumps(what))
-            reports.flush()
+        if isinstance(what, Failed):
+            what = replace(what, cause=what.cause[:_CAUSE_CHARACTERS])
+        with contextlib.suppress(OSError):  # the trainer has ended
+            send(trainer, CODEC, what)
 
-    process = MirrorProcess(setup, report)
+    with _last_words(report):
+        try:
+            packet = receive(trainer, CODEC)
+        except EOFError:
+            return  # the trainer could not send it
+        setup, (fd,) = packet.message, packet.fds
+        assert isinstance(setup, Setup)
+        with open(fd, "rb") as stream:
+            stream.seek(0)  # the offset is shared with the process that wrote it
+            keep: Keep | None = pickle.load(stream)
+        worker = _MirrorWorker(setup, keep, report)
 
-    def read() -> None:
-        for due in _messages(sys.stdin.buffer):
-            process.take(due)
-        process.wanted.close()
-        process.stopping.wait(setup.close_s)
-        process.stopping.set()
-        time.sleep(_END_S)
+        def listen() -> None:
+            with _last_words(report):
+                while (due := _next_due(trainer)) is not None:
+                    worker.take(due)
+                let_go_of_terminal()
+                worker.wanted.close()
+                worker.stopping.wait(setup.close_s)
+                worker.stopping.set()
+                time.sleep(_END_S)
+                os._exit(1)
+
+        threading.Thread(target=listen, name="ckpt-mirror-input", daemon=True).start()
+        worker.run()
+        worker.close()
+
+
+@contextlib.contextmanager
+def _last_words(report: Callable[[Report], None]) -> Iterator[None]:
+    """Report an exception of the block, in whichever thread, and end the process."""
+    try:
+        yield
+    except Exception:
+        report(Failed(None, traceback.format_exc()[-_CAUSE_CHARACTERS:].strip(), again=True))
         os._exit(1)
 
-    threading.Thread(target=read, name="ckpt-mirror-input", daemon=True).start()
-    process.run()
-    process.close()
 
-
-if __name__ == "__main__":
-    main()
+def _next_due(trainer: socket.socket) -> Due | None:
+    """Wait for a message; None when the trainer has closed its end, or has died."""
+    while True:
+        try:
+            message = receive(trainer, CODEC).message
+        except ConnectionResetError:
+            continue  # reported once if the trainer has died with unread messages, before those that it has sent
+        except (EOFError, OSError):
+            return None
+        assert isinstance(message, Due)
+        return message

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import sys
 
-from ckpt.lingering.job import Address, Job
-from ckpt.lingering.keeping import LingeringMemory
-from ckpt.lingering.messages import Record
-from ckpt.lingering.takeover import Taken
+from ckpt.keeper.client import Keeper
+from ckpt.keeper.lingering import LingeringMemory
+from ckpt.keeper.messages import Record
+from ckpt.keeper.takeover import Address, Job, Taken
+from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 
 SIZE = 1 << 16
@@ -22,7 +23,8 @@ RECORD = Record(7, None, 3, [[0, 5], [2, 4]])
 
 def main(name: str, linger_s: float, *bases: str) -> None:
     """Keep one region, and another one with each "hold"."""
-    lingering = LingeringMemory(Job(name, "/root", "a node"), linger_s)
+    keeper = Keeper()
+    lingering = LingeringMemory(keeper, Job(name, "/root", "a node"), linger_s)
     regions: list[SharedMemory] = []
     taken = [Taken(Address(base), RECORD, ()) for base in bases]
 
@@ -33,7 +35,7 @@ def main(name: str, linger_s: float, *bases: str) -> None:
 
     hold()
     lingering.settle(1, RECORD, regions, taken)
-    print(lingering.pid, flush=True)
+    print(keeper.pid, flush=True)
     for line in sys.stdin:
         match line.strip():
             case "hold":
@@ -48,9 +50,11 @@ def main(name: str, linger_s: float, *bases: str) -> None:
                     os._exit(0)
             case "leave":
                 lingering.leave()
+                keeper.release()
             case "close":
                 lingering.close()
-        print(lingering.pid, flush=True)
+                keeper.close(Deadline(30.0))
+        print(keeper.pid, flush=True)
 
 
 if __name__ == "__main__":

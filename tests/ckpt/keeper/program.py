@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import ckpt
-from tests.ckpt.lingering.jobs import began
+from tests.ckpt.keeper.jobs import began
 from tests.ckpt.saving.snapshot_jobs import fresh, train_step
 
 _LAST = 8

@@ -1,0 +1,219 @@
+"""The memory that a keeper keeps for its trainer, and gives to the next processes of the job.
+
+    told by the trainer ──▶ ┌───────────────┐ trainer died, or sent End(lingers) ┌───────────────────────┐
+                            │    IN USE     │ ─────────────────────────────────▶ │  LINGERING            │ Take: sent
+    processes that take over ──▶ refused    │                                    │  until the deadline   │ Release: gone
+                            └───────┬───────┘                                    └───────────┬───────────┘
+                                    ▼ End                                                    ▼ deadline, Release
+                                   gone                                                     gone
+
+It is descriptors, neither mapped nor read. It is gone, and its files are removed, when the trainer ends it, at the
+deadline, when it was released, and at once if there is nothing to keep when the trainer dies.
+
+It is also described in a memfd for `inspect_ckpt memory`, see `STATUS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import socket
+import time
+
+from ckpt.keeper.messages import (
+    PUBLIC,
+    Control,
+    Drop,
+    End,
+    Greeting,
+    Keep,
+    Kept,
+    Linger,
+    Record,
+    Region,
+    Release,
+    Settled,
+    Take,
+    greeting,
+)
+from ckpt.keeper.takeover import Address, Job
+from inprocess.ipc.packets import Packet, PacketError, receive, send
+from inprocess.ipc.proofs import NONCE_BYTES
+from inprocess.ipc.unix_sockets import peer_pid
+
+__all__ = ["STATUS", "KeptMemory", "answer"]
+
+STATUS = "ckpt-keeper"
+"""The name of the memfd that says what a keeper keeps, as JSON."""
+
+_CLIENT_S = 5.0  # for each answer of a taker
+
+
+class KeptMemory:
+    """The memory of one trainer; nothing before `Linger` says whose it is."""
+
+    def __init__(self, trainer_pid: int) -> None:
+        self._trainer_pid = trainer_pid
+        self._about: Linger | None = None
+        self._rank = -1
+        self._record: Record | None = None
+        self._regions: dict[str, tuple[int, int]] = {}  # descriptor and size
+        self._listener: socket.socket | None = None
+        self._deadline: float | None = None  # None as long as the trainer needs the memory
+        self._status = -1
+
+    @property
+    def listener(self) -> socket.socket | None:
+        """The socket to accept takers from; None when no memory is kept."""
+        return self._listener
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is memory to keep, or may be."""
+        return self._listener is not None
+
+    @property
+    def left_ms(self) -> int | None:
+        """How long `expire` may wait; None for no deadline."""
+        return None if self._deadline is None else max(0, int((self._deadline - time.monotonic()) * 1000) + 1)
+
+    @property
+    def job(self) -> Job:
+        """The job that the memory is of."""
+        assert self._about is not None
+        return Job(self._about.name, self._about.root, self._about.node)
+
+    # -- the trainer ---------------------------------------------------------------------------------------------------
+
+    def take_in(self, packet: Packet[Control]) -> list[str]:
+        """Do what the trainer has said; return the addresses of keepers that are to give up their memory.
+
+        Each order may come again, after an interrupt of the trainer, and is ignored then.
+        """
+        taken: list[str] = []
+        match packet.message, packet.fds:
+            case Linger() as about, (fd,) if self._about is None:
+                self._about, self._listener = about, socket.socket(fileno=fd)
+                self._status = os.memfd_create(STATUS, os.MFD_CLOEXEC)
+            case Keep(key, size), (fd,) if self.is_kept and key not in self._regions:
+                self._regions[key] = fd, size
+            case Drop(key), () if key in self._regions:
+                os.close(self._regions.pop(key)[0])
+            case Settled(rank, record, taken), () if self.is_kept:
+                self._rank, self._record = rank, record
+            case End(lingers), ():
+                if lingers:
+                    self.linger()
+                else:
+                    self.close()
+            case _:
+                packet.close_fds()
+        self._describe()
+        return taken
+
+    def linger(self) -> None:
+        """Keep the memory without the trainer from now on, if there is any. Idempotent."""
+        if self._deadline is not None or self._about is None:
+            return
+        if not self._regions or self._record is None:
+            self.close()
+            return
+        self._deadline = time.monotonic() + self._about.linger_s
+        self._describe()
+
+    def expire(self) -> None:
+        """Give up the memory at the deadline."""
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self.close()
+
+    def release(self, taker: socket.socket) -> None:
+        """Give up the memory, and tell the taker that asked for it. Never waits: its socket is empty."""
+        record = self._record
+        self.close()
+        with contextlib.suppress(OSError):
+            taker.setblocking(False)
+            send(taker, PUBLIC, Kept(record))
+
+    def close(self) -> None:
+        """Give up the memory, and remove the files. Idempotent."""
+        if self._about is not None and self._listener is not None:
+            Address(self._about.base).remove()
+        self.forget()
+
+    def forget(self) -> None:
+        """Close everything; in a fork, whose parent goes on to keep the memory. Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+        for fd, _ in self._regions.values():
+            os.close(fd)
+        if self._status >= 0:
+            os.close(self._status)
+        self._listener, self._regions, self._deadline, self._status = None, {}, None, -1
+
+    def _describe(self) -> None:
+        """Write what is known to the status: times are those of CLOCK_MONOTONIC."""
+        if self._about is None or self._status < 0:
+            return
+        document = {
+            "job": self._about.name,
+            "root": self._about.root,
+            "rank": self._rank,
+            "trainer": self._trainer_pid,
+            "linger_s": self._about.linger_s,
+            "until": self._deadline,
+        }
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._status, 0)
+            os.pwrite(self._status, json.dumps(document).encode(), 0)
+
+    # -- those that take over ------------------------------------------------------------------------------------------
+
+    def greet(self, connection: socket.socket) -> bool:
+        """Return whether a taker knows the secret of this memory; prove the same to it. OSError, EOFError."""
+        assert self._about is not None
+        ours, secret, job = os.urandom(NONCE_BYTES).hex(), self._about.secret, self.job.digest
+        send(connection, PUBLIC, Greeting(ours))
+        packet = receive(connection, PUBLIC)
+        packet.close_fds()
+        said = packet.message
+        if not isinstance(said, Greeting):
+            return False
+        wanted = greeting(secret, b"taker", job, ours, said.nonce)
+        if not hmac.compare_digest(said.proof.encode(), wanted.encode()):
+            return False
+        send(connection, PUBLIC, Greeting(proof=greeting(secret, b"holder", job, ours, said.nonce)))
+        return True
+
+    def send_all(self, connection: socket.socket) -> None:
+        """Send the memory, and its record, to a taker. OSError."""
+        for fd, size in self._regions.values():
+            send(connection, PUBLIC, Region(size), (fd,))
+        send(connection, PUBLIC, Kept(self._record))
+
+    @property
+    def is_lingering(self) -> bool:
+        """Whether it is kept without the trainer."""
+        return self._deadline is not None
+
+
+def answer(memory: KeptMemory, connection: socket.socket) -> bool:
+    """Do what a taker asks for; return whether that is to give up the memory, of which it is still to be told.
+
+    Runs in a fork of the keeper, with the memory as it was then.
+    """
+    with connection, contextlib.suppress(OSError, EOFError, PacketError):
+        connection.settimeout(_CLIENT_S)
+        peer_pid(connection)  # PermissionError if it belongs to another user
+        if not memory.greet(connection):
+            return False
+        packet = receive(connection, PUBLIC)
+        packet.close_fds()
+        if not memory.is_lingering:
+            send(connection, PUBLIC, Kept(None))
+        elif isinstance(packet.message, Take):
+            memory.send_all(connection)
+        else:
+            return isinstance(packet.message, Release)
+    return False

@@ -1,0 +1,199 @@
+"""The messages of a keeper: with its trainer, over an inherited channel, and with takers of memory, at its socket.
+
+trainer --- Start + socket -----------------------------------------------▶ keeper        workers
+trainer ◀-- Started + pidfd, Exited --------------------------------------- keeper
+trainer --- Linger + listener, then Keep + memfd, Drop, Settled, End -----▶ keeper        memory
+
+taker   ◀-- Greeting ---------------------- keeper        both prove that they know the secret of the keeper
+        --- Greeting ---------------------▶
+        ◀-- Greeting ----------------------
+        --- Take -------------------------▶
+        ◀-- Region + memfd for each, Kept --
+        --- Release ----------------------▶               the memory is given up
+        ◀-- Kept --------------------------
+
+Free of torch. The memory itself is passed as a descriptor, and not read here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inprocess.ipc.packets import Channel, Codec
+from inprocess.ipc.proofs import proof
+
+__all__ = [
+    "CONTROL",
+    "PUBLIC",
+    "Control",
+    "ControlChannel",
+    "Drop",
+    "End",
+    "Exited",
+    "Greeting",
+    "Keep",
+    "Kept",
+    "Linger",
+    "Public",
+    "Record",
+    "Region",
+    "Release",
+    "Settled",
+    "Start",
+    "Started",
+    "Take",
+    "greeting",
+]
+
+_PROTOCOL = b"ckpt linger 2"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the trainer says about its memory, for who takes it over.
+
+    `start` is the number of the start of the job that the memory is of, larger than those before it. `origin` is the
+    snapshot that this start began with, if it was one, and `token` that of the owner of the root then. `fences` are the
+    restores since: pairs of a restart index and a step. `root` is the identity of the root. `restores`
+    is the number of the last restore that the ranks agreed on, and `left` has the names of the published saves that
+    training has left.
+    """
+
+    start: int
+    origin: str | None
+    token: int
+    fences: list[list[int]]
+    root: str = ""
+    restores: int = 0
+    left: list[str] = field(default_factory=list)
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Fork a worker that runs `program` with the socket sent with this, at these priorities."""
+
+    worker_id: int
+    program: str
+    nice: int
+    io_class: str | None
+    io_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The worker exists; its pidfd is sent with this."""
+
+    worker_id: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The worker has exited, or could not be forked. `how` says which, as the end of a sentence."""
+
+    worker_id: int
+    how: str
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Linger:
+    """Keep memory for this job, and for `linger_s` seconds without the trainer.
+
+    The socket that is sent with this listens at the address `base`; who asks there has to know the secret.
+    """
+
+    base: str
+    secret: str = field(repr=False)
+    name: str
+    root: str
+    node: str
+    linger_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the memory that is sent with this."""
+
+    key: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Keep it no longer."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A restore is over: the record of the memory from now on. Have the keepers in `taken` give up theirs.
+
+    What is needed of it was sent in a `Keep` before.
+    """
+
+    rank: int
+    record: Record
+    taken: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The trainer needs the memory no longer; with `lingers` the next processes may."""
+
+    lingers: bool
+
+
+Control = Start | Started | Exited | Linger | Keep | Drop | Settled | End
+ControlChannel = Channel[Control]
+CONTROL: Codec[Control] = Codec(Start, Started, Exited, Linger, Keep, Drop, Settled, End)
+
+
+# -- at the socket -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """The nonce of one end, and its proof that it knows the secret, made of the nonces of both."""
+
+    nonce: str = ""
+    proof: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Send all memory. It is kept nevertheless, until `Release`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One region, whose memory is sent with this."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give up the memory: a newer keeper has what is needed of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The end of an answer. Without a record the trainer of this memory is alive, and the request was refused."""
+
+    record: Record | None
+
+
+Public = Greeting | Take | Region | Release | Kept
+PUBLIC: Codec[Public] = Codec(Greeting, Take, Region, Release, Kept)
+
+
+def greeting(secret: str, who: bytes, job: str, first: str, second: str) -> str:
+    """Return the proof of one end that it knows the secret; the nonce of the keeper comes first."""
+    return proof(secret, _PROTOCOL, who, job.encode(), first.encode(), second.encode()).hex()

@@ -1,0 +1,270 @@
+"""The keeper process: single-threaded, free of torch; it forks workers, learns how they end, and keeps memory.
+
+    trainer (`client.Keeper`) ═══ control channel ═══ keeper ──fork──▶ writer      ═══ its own socket ═══ trainer
+                                                        │└────fork──▶ replicas    ═══ its own socket ═══ trainer
+    processes that take over ════ listening socket ═════╡ └───fork──▶ mirror, export
+                                                        └─ memory: descriptors of slots (`memory`)
+
+A trainer cannot be forked safely: its threads, locks and CUDA context do not survive. The keeper is started once with
+exec, imports what every worker needs, and from then on a worker costs one fork of a small process. It runs in its own
+session and ignores SIGINT and SIGTERM, as its workers do: neither Ctrl-C nor a job manager that ends the trainer ends a
+save that is already staged.
+
+It lives as long as its trainer has the channel, a worker runs, or memory is kept. Workers finish by themselves when
+their sockets close; memory is kept as `memory` says. A worker may be killed at any time: memory is not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NoReturn
+
+from ckpt.keeper.memory import KeptMemory, answer
+from ckpt.keeper.messages import CONTROL, ControlChannel, Exited, Start, Started
+from ckpt.keeper.takeover import release_all
+from inprocess.ipc.packets import PacketError
+
+__all__ = ["PROGRAMS", "let_go_of_terminal", "main"]
+
+PROGRAMS = MappingProxyType(
+    {
+        "writer": "ckpt.async_calls.writer_main",
+        "mirror": "ckpt.mirroring.worker",
+        "export": "ckpt.exporting.worker",
+    }
+)
+"""The module of each program, whose `run(socket)` a worker calls."""
+
+_PREIMPORT = ("numpy", "cloudpickle", "psutil")
+_PR_SET_NAME = 15
+_RELEASED = 3  # the status of a child to whom a taker has said that the memory can be given up
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A forked process. `worker_id` is None for one that talks with other keepers or takers, `taker` a connection."""
+
+    pid: int
+    pidfd: int
+    worker_id: int | None = None
+    taker: socket.socket | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """In a forked worker: what to run."""
+
+    order: Start
+    socket: socket.socket
+
+
+class _KeeperProcess:
+    """The loop, in the main (and only) thread of the process. Nothing in it waits for another process."""
+
+    def __init__(self, control: ControlChannel, trainer: int, trainer_pid: int) -> None:
+        """`trainer` is a pidfd: children that the trainer has forked may keep the channel open."""
+        self._control = control
+        self._trainer = trainer
+        self._memory = KeptMemory(trainer_pid)
+        self._hears_trainer = True  # the channel is open
+        self._trainer_lives = True
+        self._children: dict[int, _Child] = {}  # by pidfd
+
+    def serve(self) -> _Worker | None:
+        """Fork workers and keep memory until neither is needed any more.
+
+        Returns None in the keeper, and in every forked worker what it has to run.
+        """
+        try:
+            while self._hears_trainer or self._children or self._memory.is_kept:
+                ready = self._wait()
+                for pidfd in ready & self._children.keys():
+                    self._reap(pidfd)
+                if (worker := self._listen()) is not None:
+                    return worker
+                self._accept()
+                self._memory.expire()
+        finally:
+            self._memory.close()
+        return None
+
+    def _wait(self) -> set[int]:
+        poll = select.poll()
+        if self._hears_trainer:
+            poll.register(self._control, self._control.poll_events)
+        if self._trainer_lives:
+            poll.register(self._trainer, select.POLLIN)
+        if (listener := self._memory.listener) is not None:
+            poll.register(listener, select.POLLIN)
+        for pidfd in self._children:
+            poll.register(pidfd, select.POLLIN)
+        return {fd for fd, _ in poll.poll(self._memory.left_ms)}  # each death and each message is an event
+
+    # -- the trainer ---------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> _Worker | None:
+        """Do what the trainer has said, also if it is dead by now; then let its memory linger."""
+        died = self._trainer_lives and self._is_trainer_dead()  # before the channel is read: no message is missed
+        if self._hears_trainer:
+            self._control.flush()
+            try:
+                while (packet := self._control.receive()) is not None:
+                    if not isinstance(order := packet.message, Start):
+                        if (taken := self._memory.take_in(packet)) and self._fork():
+                            _end_child(lambda: release_all(taken, self._memory.job))
+                        continue
+                    (fd,) = packet.fds
+                    with contextlib.closing(socket.socket(fileno=fd)) as end:
+                        if self._fork(order.worker_id):
+                            return _Worker(order, end.dup())
+            except (EOFError, PacketError):
+                self._hears_trainer = False
+        if died:
+            self._trainer_lives = self._hears_trainer = False
+            self._memory.linger()
+            let_go_of_terminal()
+        return None
+
+    def _is_trainer_dead(self) -> bool:
+        poll = select.poll()
+        poll.register(self._trainer, select.POLLIN)
+        return bool(poll.poll(0))
+
+    # -- children ------------------------------------------------------------------------------------------------------
+
+    def _fork(self, worker_id: int | None = None, taker: socket.socket | None = None) -> bool:
+        """Fork a process. True in the new one; it keeps no descriptor of the keeper, but those of the memory."""
+        try:
+            pid = os.fork()
+        except OSError as error:  # the trainer sees the end of the socket, and this message
+            if worker_id is not None:
+                self._control.send(Exited(worker_id, f"could not be forked: {error}"))
+            return False
+        if pid == 0:
+            self._control.close()
+            os.close(self._trainer)
+            for child in self._children.values():
+                os.close(child.pidfd)
+            if worker_id is not None:
+                self._memory.forget()
+            return True
+        pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid is still its own
+        self._children[pidfd] = _Child(pid, pidfd, worker_id, taker)
+        if worker_id is not None:
+            self._control.send(Started(worker_id, pid), pidfd)
+        return False
+
+    def _reap(self, pidfd: int) -> None:
+        child = self._children.pop(pidfd)
+        _, raw = os.waitpid(child.pid, 0)
+        os.close(pidfd)
+        status = os.waitstatus_to_exitcode(raw)
+        if child.worker_id is not None:
+            self._control.send(Exited(child.worker_id, _how(status)))
+        if child.taker is not None:
+            with child.taker:
+                if status == _RELEASED:  # before the taker is told so, no other one gets the memory
+                    self._memory.release(child.taker)
+
+    # -- those that take over ------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        """Answer those that have connected, each in a child: one that hangs holds up nothing."""
+        while (listener := self._memory.listener) is not None:
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                continue  # it has left again
+            self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        if self._fork(taker=connection):
+            _end_child(lambda: _RELEASED if answer(self._memory, connection) else 0)
+
+
+def _end_child(function: Callable[[], int]) -> NoReturn:
+    """End a forked process with the status that a short function returns."""
+    status = 1
+    try:
+        status = function()
+    finally:
+        os._exit(status)
+
+
+def _how(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exited with status {exit_code}"
+    number = -exit_code
+    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+    hint = "; if no process sent it, the kernel was out of memory" if number == signal.SIGKILL else ""
+    return f"was killed by signal {number} ({name}{hint})"
+
+
+def let_go_of_terminal() -> None:
+    """Give up the trainer's streams and directory: whoever waits for their end waits for the trainer, not for this."""
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (1, 2):
+            os.dup2(null, stream)
+        os.close(null)
+        os.chdir("/")
+
+
+def _work(worker: _Worker) -> None:
+    """Be a worker, in a process just forked: take its name and priorities, and run its program."""
+    import psutil
+
+    order = worker.order
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-" + order.program.encode(), 0, 0, 0)
+    with contextlib.suppress(OSError):
+        os.nice(order.nice)
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
+        if order.io_class == "idle":
+            psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+        elif order.io_class is not None:
+            psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, order.io_level)
+    importlib.import_module(PROGRAMS[order.program]).run(worker.socket)
+
+
+def main(control_fd: int, trainer: int, trainer_pid: int) -> None:
+    """Run the keeper and, in forked processes, the workers. Never returns.
+
+    Neither runs exit handlers, which might wait for threads of a user's library.
+    """
+    status = 1
+    try:
+        for ignored in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ignored, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, as by the trainer, exit statuses are lost
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-keeper", 0, 0, 0)
+        with contextlib.suppress(Exception):  # no usable stderr
+            faulthandler.enable()
+        for module in _PREIMPORT:
+            importlib.import_module(module)
+        gc.freeze()  # a collection in a worker does not touch, and so copy, pages it shares with the keeper
+        control = ControlChannel(socket.socket(fileno=control_fd), CONTROL)
+        worker = _KeeperProcess(control, trainer, trainer_pid).serve()
+        if worker is not None:
+            _work(worker)
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(status)
