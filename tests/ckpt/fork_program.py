@@ -23,7 +23,7 @@ import ckpt
 from ckpt.errors import CheckpointError
 from tests.ckpt.crash.killers import wait_until
 
-HELPERS = ("ckpt.keeper", "ckpt.replication", "ckpt.mirroring")
+HELPERS = ("ckpt.keeper", "ckpt.mirroring")
 
 
 class _Warnings(logging.Handler):
@@ -75,7 +75,7 @@ class Rank:
         assert self.checkpointer.maybe_finalize(blocking=True) == [self.step]
 
     def helpers(self) -> dict[str, int]:
-        """The processes that this rank has started, by module; the writers."""
+        """The processes that this rank has started, by module."""
         found = {}
         for child in psutil.Process().children():
             line = " ".join(child.cmdline())
@@ -83,9 +83,10 @@ class Rank:
         return found
 
     def everything(self) -> dict[str, Any]:
-        writers = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ckpt-writer"]
+        children = psutil.Process().children(recursive=True)
+        workers = sorted(p.pid for p in children if p.name() in ("ckpt-writer", "ckpt-replicas"))
         owner = sorted(str(path) for path in (self.folder / "root" / ".owner").rglob("*"))
-        return {**self.helpers(), "writers": writers, "owner": owner}
+        return {**self.helpers(), "workers": workers, "owner": owner}
 
     # -- ways to leave -------------------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Rank:
         """What no user can reach has no effect, either."""
         saver, parts = self.checkpointer._parts.saver, self.checkpointer._parts
         saver._lingering.leave()
-        saver.replicator._keeper.leave()
+        saver.replicator._worker.leave()
         parts.mirror.abort()
         parts.queue._release()
 

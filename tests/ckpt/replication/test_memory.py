@@ -143,7 +143,7 @@ def test_what_is_lent_is_read_by_others_until_it_is_taken_back(leak_check: LeakC
     with pytest.raises(TransportError, match="already"):
         memory.lend(own, region)
     with memory.reading(own) as lent:
-        memory.take_back()
+        memory.retain([own.snapshot])
         assert bytes(lent.buffer[:SIZE]) == content(own, SIZE)
     assert region.closed
     with pytest.raises(TransportError, match="does not have"), memory.reading(own):
