@@ -284,3 +284,7 @@ class Worker(Generic[M]):
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "worker_id"):  # an exception may have interrupted whatever wanted it
+            self.release()

@@ -17,7 +17,7 @@ from ckpt.replication.process import ReplicaWorker
 from ckpt.replication.replica import Address, Replica, TransportError
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
-from tests.ckpt.replication.support import HOST, SECRET, content, read, staged
+from tests.ckpt.replication.support import HOST, SECRET, Harm, Relay, content, read, staged
 from tests.inprocess.coordination.helpers import eventually
 from tests.support import LeakCheck
 
@@ -276,3 +276,115 @@ def test_names_and_secrets_are_not_visible(leak_check: LeakCheck) -> None:
         process = psutil.Process(pid_of(worker))
         assert all(SECRET not in text for text in (*process.cmdline(), *process.environ().values()))
         assert process.name() == "ckpt-replicas"
+
+
+# -- the process dies --------------------------------------------------------------------------------------------------
+
+
+def _killed(worker: ReplicaWorker) -> None:
+    """Kill the process, and wait until its trainer has noticed."""
+    os.kill(pid_of(worker), signal.SIGKILL)
+    eventually(lambda: worker.poll() == [] and not worker.alive)
+    worker.leave()
+
+
+def _contents(worker: ReplicaWorker) -> dict[str, bytes]:
+    found = {}
+    for replica, region in worker.held():
+        found[replica.snapshot] = bytes(region.buffer) + region.read_behind(0, SIZE - SLOT)
+        region.close()
+    return found
+
+
+def _regions_of(keeper: Keeper) -> list[str]:
+    """The replicas of which the keeper has the memory."""
+    found = []
+    for fd in os.listdir(f"/proc/{keeper.pid}/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/{keeper.pid}/fd/{fd}"))
+    return [target for target in found if target.startswith("/memfd:ckpt-replica")]
+
+
+def test_the_next_process_has_what_one_that_was_killed_held(leak_check: LeakCheck) -> None:
+    with workers(1) as ((sender, _),), keeper() as its_keeper:
+        for turn in range(3):
+            names = [f"{turn} {number}" for number in range(4)]
+            with worker(its_keeper) as holder:
+                address = holder.admit(*ADMIT)
+                for before, name in zip([None, *names], names, strict=False):
+                    send(sender, address, name, before)
+                holder.retain([names[-1]] if turn == 1 else names)
+                left = {name: content(name, SIZE) for name in names[3 if turn == 1 else 2 :]}
+                assert _contents(holder) == left
+                _killed(holder)
+            with worker(its_keeper) as holder:
+                address = holder.admit(*ADMIT)
+                assert _contents(holder) == left
+                for name, data in left.items():
+                    assert read(address, Replica(name, 0, SLOT, SIZE)) == data
+                assert len(_regions_of(its_keeper)) == 2  # it is used again
+                _killed(holder)
+
+
+def test_what_was_arriving_when_the_process_was_killed_is_no_replica(leak_check: LeakCheck) -> None:
+    """Its memory was of a replica before; the snapshot to keep is still there."""
+    with workers(1) as ((sender, _),), keeper() as its_keeper:
+        holder = ReplicaWorker(its_keeper, 0.0)
+        address = holder.admit(*ADMIT)
+        for before, name in ((None, "1"), ("1", "2"), ("2", "3")):
+            send(sender, address, name, before)
+        with Relay(address, Harm("hold", True, SIZE // 2)) as relay, staged(content("4", SIZE)) as slot:
+            sender.send(Replica("4", 0, SLOT, SIZE), slot.fd, relay.address, "3")
+            eventually(lambda: relay.passed[True] >= SIZE // 4)
+            _killed(holder)
+        assert ends_of(sender).error
+        with worker(its_keeper) as holder:
+            address = holder.admit(*ADMIT)
+            assert _contents(holder) == {"3": content("3", SIZE)}
+            send(sender, address, "4", "3")
+            assert _contents(holder) == {name: content(name, SIZE) for name in ("3", "4")}
+            assert len(_regions_of(its_keeper)) == 2
+
+
+def test_memory_ends_with_a_process_that_leaves_and_with_the_trainer(leak_check: LeakCheck) -> None:
+    with workers(1) as ((sender, _),), keeper() as its_keeper:
+        with worker(its_keeper) as holder:
+            send(sender, holder.admit(*ADMIT), "1")
+            eventually(lambda: len(_regions_of(its_keeper)) == 1)
+        eventually(lambda: _regions_of(its_keeper) == [])
+        with worker(its_keeper) as holder:
+            address = holder.admit(*ADMIT)
+            assert holder.held() == []
+            send(sender, address, "2")
+            _killed(holder)
+
+
+def test_a_process_that_its_trainer_forgot_takes_nothing_with_it(leak_check: LeakCheck) -> None:
+    """As when an exception that was thrown into the trainer interrupts the start of the next process."""
+    with workers(1) as ((sender, _),), keeper() as its_keeper:
+        with worker(its_keeper) as holder:
+            send(sender, holder.admit(*ADMIT), "1")
+            _killed(holder)
+        forgotten = psutil.Process(pid_of(ReplicaWorker(its_keeper, 0.0)))
+        eventually(lambda: not forgotten.is_running())
+        with worker(its_keeper) as holder:
+            holder.admit(*ADMIT)
+            assert _contents(holder) == {"1": content("1", SIZE)}
+
+
+def test_a_process_goes_on_when_its_keeper_is_killed(leak_check: LeakCheck) -> None:
+    """Only if it dies then, too, what it held is lost; the next one begins with nothing."""
+    with workers(1) as ((sender, _),), keeper() as its_keeper:
+        holder = ReplicaWorker(its_keeper, 0.0)
+        address = holder.admit(*ADMIT)
+        send(sender, address, "1")
+        assert pid_of(holder)
+        assert its_keeper.pid is not None
+        os.kill(its_keeper.pid, signal.SIGKILL)
+        eventually(lambda: its_keeper.pump() or its_keeper.control is None)
+        send(sender, address, "2", "1")
+        assert _contents(holder) == {name: content(name, SIZE) for name in ("1", "2")}
+        _killed(holder)
+        with worker(its_keeper) as holder:
+            holder.admit(*ADMIT)
+            assert holder.held() == []
