@@ -40,7 +40,8 @@ class Keeper:
         self._origin = Origin()
         self._control: ControlChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_up = False  # whether it has sent anything
+        self._is_up = False  # it has sent something
+        self._has_orders = False  # it was told something that it must still do
         self._next_worker_id = 0
         self._started: dict[int, tuple[int, int]] = {}  # pid and pidfd, until `take_started`
         self._exits: dict[int, str] = {}
@@ -65,6 +66,7 @@ class Keeper:
     def tell(self, message: Control, *fds: int) -> None:
         """Send an order to a process that was started; ignored if it has ended."""
         if self._control is not None:
+            self._has_orders = True
             self._control.send(message, *fds)
             self._control.flush()
 
@@ -108,9 +110,12 @@ class Keeper:
             self._is_up = True
 
     def give_up_start(self) -> None:
-        """Kill a keeper that is still starting. What it has forked until then can be taken by `take_started`."""
+        """Kill a keeper that is still starting, and has no orders about memory.
+
+        What it has forked until then can be taken by `take_started`.
+        """
         self.pump()
-        if self._process is None or self._control is None or self._is_up:
+        if self._process is None or self._control is None or self._is_up or self._has_orders:
             return
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -191,7 +196,7 @@ class Keeper:
         finally:
             os.close(trainer)
         self.generation += 1
-        self._control, self._is_up = control, False
+        self._control, self._is_up, self._has_orders = control, False, False
 
 
 def _wait_end(process: subprocess.Popen[bytes], deadline: Deadline) -> None:

@@ -85,8 +85,8 @@ DIE: MappingProxyType[str, tuple[Any, str, bool]] = MappingProxyType(
         "before it takes": (memory_tier.MemoryTier, "_take_over", False),
         "when it has taken": (memory_tier.MemoryTier, "_take_over", True),
         "when all have restored": (memory_tier.MemoryTier, "settle", False),
-        "before its holder knows": (LingeringMemory, "settle", False),
-        "when its holder knows": (LingeringMemory, "settle", True),
+        "before its keeper knows": (LingeringMemory, "settle", False),
+        "when its keeper knows": (LingeringMemory, "settle", True),
     }
 )
 """Where a process can die while it takes over memory: in which function, and whether after it."""

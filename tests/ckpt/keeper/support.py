@@ -1,4 +1,4 @@
-"""What holders leave: processes and files, of one folder for temporary files."""
+"""What keepers leave: processes and files, of one folder for temporary files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.inprocess.coordination.helpers import eventually
 from tests.support import launch_ranks
 
 
-def holders_of(runtime: Path) -> list[psutil.Process]:
-    """Return the holders that were started with this folder for temporary files."""
+def keepers_of(runtime: Path) -> list[psutil.Process]:
+    """Return the keepers that were started with this folder for temporary files."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -34,14 +34,14 @@ def holders_of(runtime: Path) -> list[psutil.Process]:
 
 
 def files_of(runtime: Path) -> list[str]:
-    """Return the files of holders."""
+    """Return the files of keepers."""
     return sorted(name for _, _, names in os.walk(runtime) for name in names if name.startswith("linger-"))
 
 
 def held_memory(runtime: Path) -> set[int]:
-    """Return the inodes of the memory that holders keep."""
+    """Return the inodes of the memory that keepers keep."""
     found = set()
-    for process in holders_of(runtime):
+    for process in keepers_of(runtime):
         with contextlib.suppress(OSError, psutil.Error):
             for fd in os.listdir(f"/proc/{process.pid}/fd"):
                 if os.readlink(f"/proc/{process.pid}/fd/{fd}").startswith("/memfd:ckpt-slot"):
@@ -49,15 +49,15 @@ def held_memory(runtime: Path) -> set[int]:
     return found
 
 
-def no_holders_are_left(runtime: Path) -> None:
+def no_keepers_are_left(runtime: Path) -> None:
     """Fail unless all have ended, or end soon, and have removed their files."""
-    eventually(lambda: not holders_of(runtime))
+    eventually(lambda: not keepers_of(runtime))
     assert files_of(runtime) == []
 
 
-def end_holders(runtime: Path) -> None:
+def end_keepers(runtime: Path) -> None:
     """End what a test that failed has left."""
-    for process in holders_of(runtime):
+    for process in keepers_of(runtime):
         with contextlib.suppress(psutil.Error):
             process.kill()
 

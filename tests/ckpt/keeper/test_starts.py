@@ -20,8 +20,8 @@ from ckpt.errors import StorageError
 from ckpt.saving.share import Share
 from ckpt.storage.directories import remove_tree
 from ckpt.storage.ownership import Ownership
-from tests.ckpt.keeper.support import Call, files_of, held_memory, holders_of, no_holders_are_left, starts
 from tests.ckpt.keeper.jobs import DIE, LINGER, began, resized, start
+from tests.ckpt.keeper.support import Call, files_of, held_memory, keepers_of, no_keepers_are_left, starts
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, restarted, train_step
 from tests.inprocess.coordination.helpers import eventually
 from tests.support import LeakCheck, run_ranks
@@ -84,16 +84,16 @@ def test_no_holder_can_be_started(
 
 
 def test_again_and_again(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
-    """Also before there is a newer snapshot. Holders and memory do not pile up, and a clean end leaves nothing."""
+    """Also before there is a newer snapshot. Keepers and memory do not pile up, and a clean end leaves nothing."""
     assert starts(stack, runtime, start, 2, tmp_path / "root", 4) == 2 * [_NOTHING]
     for steps, step in ((0, 4), (0, 4), (3, 4), (2, 7), (0, 9)):
         assert starts(stack, runtime, start, 2, tmp_path / "root", steps) == 2 * [_lingering(step)]
-        eventually(lambda: len(holders_of(runtime)) == 2)
+        eventually(lambda: len(keepers_of(runtime)) == 2)
         assert len(files_of(runtime)) == 4
         assert len(held_memory(runtime)) <= (3 * 2 if steps else 0) + 2  # slots, and what was restored
     assert starts(stack, runtime, start, 2, tmp_path / "root", 1, "close") == 2 * [_lingering(9)]
     assert [path.name for path in (tmp_path / "root").rglob("*")] == [".owner", "root.json"]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 _REMOVED = {("nothing", ()), ("empty", (2,)), ("other steps", (2, 7)), ("copy", ()), ("copy", (2, 7))}
@@ -129,7 +129,7 @@ def test_memory_of_a_root_that_was_removed(
     expected = _NOTHING if there is None else [3, "storage", ANY_BYTES, True]
     assert starts(stack, runtime, start, 1, root, 2) == [expected]
     assert starts(stack, runtime, start, 1, root, 0, "close") == [_lingering((there or 0) + 2)]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_memory_of_a_root_that_is_not_there_now(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
@@ -139,7 +139,7 @@ def test_memory_of_a_root_that_is_not_there_now(tmp_path: Path, runtime: Path, s
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / ".owner").write_text("")
     assert starts(stack, runtime, start, 1, tmp_path / "root", 0, "close") == [_NOTHING]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_a_branch_that_was_left_is_left_in_the_next_start_too(
@@ -172,12 +172,12 @@ def test_another_job_gets_nothing(
     starts(stack, runtime, start, 1, tmp_path / "root", 3, env=secret)
     assert starts(stack, runtime, start, 1, root, 0, "close", env=secret | env, **options) == [_NOTHING]
     assert starts(stack, runtime, start, 1, tmp_path / "root", 0, "close", env=secret) == [_lingering(3)]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_memory_is_kept_for_a_limited_time(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
     starts(stack, runtime, start, 1, tmp_path / "root", 3, linger=timedelta(seconds=0.2))
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
     assert starts(stack, runtime, start, 1, tmp_path / "root", 0, "close") == [_NOTHING]
 
 
@@ -188,7 +188,7 @@ def test_killed_at_the_hand_over(tmp_path: Path, runtime: Path, stack: contextli
     starts(stack, runtime, start, 2, tmp_path / "root", dies=dies)
     assert starts(stack, runtime, start, 2, tmp_path / "root", 1) == 2 * [_lingering(3)]
     assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(4)]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 class _Fault(Exception):
@@ -224,26 +224,26 @@ def test_interrupted_at_the_hand_over(tmp_path: Path, runtime: Path, stack: cont
     starts(stack, runtime, start, 1, tmp_path / "root", 3)
     (found,) = starts(stack, runtime, _interrupted, 1, tmp_path / "root", place, "close")
     assert found in (_lingering(3), [3, "neighbour memory", 0, True])
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_an_exception_keeps_the_memory(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
     starts(stack, runtime, start, 2, tmp_path / "root", 3, "raise")
     assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(3)]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
-def _kill_holder_of_rank_1(checkpointer: ckpt.Checkpointer, rank: int) -> None:
-    lingering = checkpointer._parts.saver._lingering
-    if rank == 1 and lingering is not None and lingering.pid is not None:
-        os.kill(lingering.pid, signal.SIGKILL)
+def _kill_keeper_of_rank_1(checkpointer: ckpt.Checkpointer, rank: int) -> None:
+    pid = checkpointer._parts.keeper.pid
+    if rank == 1 and pid is not None:
+        os.kill(pid, signal.SIGKILL)
 
 
-def test_one_of_two_holders_is_gone(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
-    """What is published is restored, and the other holder, and what is left of that one, are gone afterwards."""
-    starts(stack, runtime, start, 2, tmp_path / "root", 5, before=_kill_holder_of_rank_1, saves=(2,))
+def test_one_of_two_keepers_is_gone(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
+    """What is published is restored, and the other keeper, and what is left of that one, are gone afterwards."""
+    starts(stack, runtime, start, 2, tmp_path / "root", 5, before=_kill_keeper_of_rank_1, saves=(2,))
     assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [[2, "storage", ANY_BYTES, True]]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def _damage_newest_of_rank_1(checkpointer: ckpt.Checkpointer, rank: int) -> None:
@@ -257,7 +257,7 @@ def test_a_wrong_byte(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack
     """All ranks take the next older snapshot."""
     starts(stack, runtime, start, 2, tmp_path / "root", 5, before=_damage_newest_of_rank_1)
     assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(4)]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 1)])
@@ -268,7 +268,7 @@ def test_another_world_size(
     starts(stack, runtime, resized, before, tmp_path / "root", 4, "kill")
     assert starts(stack, runtime, resized, after, tmp_path / "root", 2, "kill") == after * [_lingering(4)]
     assert starts(stack, runtime, resized, before, tmp_path / "root", 0, "close") == before * [_lingering(6)]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_a_branch_that_was_left(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
@@ -276,7 +276,7 @@ def test_a_branch_that_was_left(tmp_path: Path, runtime: Path, stack: contextlib
     starts(stack, runtime, start, 2, tmp_path / "root", 5, saves=(2,))
     assert starts(stack, runtime, start, 2, tmp_path / "root", 1, step=2)[0][0] == 2
     assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(3)]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_another_start_that_has_claimed_the_root(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
@@ -285,7 +285,7 @@ def test_another_start_that_has_claimed_the_root(tmp_path: Path, runtime: Path, 
     starts(stack, runtime, start, 1, tmp_path / "root", 2, "close", linger_id="another job", saves=(2,))
     found = starts(stack, runtime, start, 1, tmp_path / "root", 0, "close")
     assert found == [[2, "storage", ANY_BYTES, True]]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def _start_without_storage(rank: int, world_size: int, *args: Any, **options: Any) -> None:
@@ -309,7 +309,7 @@ def test_another_job_has_claimed_the_root_after_a_start_that_could_not_see_its_o
     starts(stack, runtime, start, 1, tmp_path / "root", 2, "close", linger_id="another job", saves=(2,))
     found = starts(stack, runtime, start, 1, tmp_path / "root", 0, "close")
     assert found == [[2, "storage", ANY_BYTES, True]]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_the_root_was_claimed_by_the_job_itself(tmp_path: Path, runtime: Path, stack: contextlib.ExitStack) -> None:
@@ -317,7 +317,7 @@ def test_the_root_was_claimed_by_the_job_itself(tmp_path: Path, runtime: Path, s
     assert starts(stack, runtime, start, 2, tmp_path / "root", 5, saves=(7,)) == 2 * [_lingering(5)]
     assert starts(stack, runtime, start, 2, tmp_path / "root", 0) == 2 * [_lingering(10)]
     assert starts(stack, runtime, start, 2, tmp_path / "root", 0, "close") == 2 * [_lingering(10)]
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_a_rank_that_is_replaced(tmp_path: Path, runtime: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_rank_that_is_replaced(tmp_path: Path, runtime: Path) -> None:
         (i, rank, step) for i, step in ((1, 4), (2, 6)) for rank in range(4)
     ]
     assert all(entry[4] for entry in begun)
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 class _AnyBytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckpt.keeper.support import no_holders_are_left
+from tests.ckpt.keeper.support import no_keepers_are_left
 from tests.support.template import REPOSITORY, quick_python
 
 _PROGRAM = Path(__file__).with_name("program.py")
@@ -39,4 +39,4 @@ def test_the_newest_snapshot_is_restored_from_memory(tmp_path: Path, runtime: Pa
     assert found[0] == 2 * [[None, None, None, True]]
     assert found[1:] == [2 * [[step, "lingering memory", 0, True]] for step in (4, 6)]
     assert [path.name for path in (tmp_path / "root").rglob("*")] == [".owner", "root.json"], "nothing was saved"
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)

@@ -20,7 +20,7 @@ import ckpt
 from ckpt.native import crc32c
 from ckpt.saving.share import HEADER_BYTES, Share
 from inprocess.ipc.shared_memory import SharedMemory
-from tests.ckpt.keeper.support import end_holders, holders_of
+from tests.ckpt.keeper.support import end_keepers, keepers_of
 from tests.inprocess.coordination.helpers import eventually
 from tests.support import launch_ranks
 from tests.tools.inspect_ckpt.commands import Commands
@@ -64,7 +64,7 @@ def _snapshots(rank: int, world_size: int, root: Path) -> None:
 def runtime() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="lg") as name:
         yield Path(name)
-        end_holders(Path(name))
+        end_keepers(Path(name))
 
 
 def test_the_memory_of_a_trainer_that_was_killed(run: Commands, tmp_path: Path, runtime: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_memory_of_a_trainer_that_was_killed(run: Commands, tmp_path: Path, 
         trainer = ranks.pid(0)
         eventually(lambda: _steps(_found(run, holder).get(holder, {"shares": []})) == [4, 5])
         found = _found(run, holder, trainer)
-        assert (found[trainer]["kind"], found[holder]["kind"]) == ("trainer", "holder")
+        assert (found[trainer]["kind"], found[holder]["kind"]) == ("trainer", "keeper")
         assert (found[holder]["expires_in_s"], found[holder]["trainer"]) == (None, trainer)
         (line,) = [line for line in run("memory").splitlines() if line.split()[0] == str(holder)]
         assert "run \\x1b[31m7" in line
@@ -85,7 +85,7 @@ def test_the_memory_of_a_trainer_that_was_killed(run: Commands, tmp_path: Path, 
         assert 200 < process["expires_in_s"] <= 300
         assert (process["job"], process["root"], process["rank"]) == ("run \x1b[31m7", str(root), 0)
         assert _steps(process) == [4, 5]
-        assert [process.pid for process in holders_of(runtime)] == [holder]
+        assert [process.pid for process in keepers_of(runtime)] == [holder]
 
 
 # -- what other programs may have in memory of that name ---------------------------------------------------------------

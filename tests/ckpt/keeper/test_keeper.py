@@ -1,4 +1,4 @@
-"""Holders, as trainers and those that take over use them: what they keep, for whom, and how they end."""
+"""Keepers, as trainers and those that take over use them: what they keep, for whom, and how they end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt.keeper.messages import PUBLIC, Greeting
 from ckpt.keeper.takeover import Address, Job, Taken, release, take
 from inprocess.ipc.packets import receive, send
 from inprocess.ipc.unix_sockets import connect
-from tests.ckpt.keeper.support import files_of, held_memory, holders_of, no_holders_are_left
+from tests.ckpt.keeper.support import files_of, held_memory, keepers_of, no_keepers_are_left
 from tests.ckpt.keeper.trainer import RECORD, SIZE
 from tests.inprocess.coordination.helpers import eventually
 from tests.support import LeakCheck
@@ -38,13 +38,13 @@ class Trainer:
         self.process = subprocess.Popen(
             command, cwd=REPOSITORY, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.holder = self._answer()
+        self.keeper = self._answer()
 
     def tell(self, line: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        self.holder = self._answer() or self.holder
+        self.keeper = self._answer() or self.keeper
 
     def _answer(self) -> int:
         assert self.process.stdout is not None
@@ -112,14 +112,14 @@ def test_memory_is_taken_when_the_trainer_is_dead_and_kept_until_it_is_released(
     (found,) = taken()
     assert found.record == RECORD
     release(found.address, JOB)
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
     assert take(JOB) == []
 
 
 def test_a_clean_end_leaves_nothing(runtime: Path, trainer: Callable[..., Trainer]) -> None:
     first = trainer()
     first.tell("close")
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_a_trainer_that_leaves_it_to_the_next_ones(runtime: Path, trainer: Callable[..., Trainer]) -> None:
@@ -128,12 +128,12 @@ def test_a_trainer_that_leaves_it_to_the_next_ones(runtime: Path, trainer: Calla
     assert len(taken()) == 1
     assert first.process.poll() is None
     release(taken()[0].address, JOB)
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_the_deadline(runtime: Path, trainer: Callable[..., Trainer]) -> None:
     trainer(linger_s=0.1).kill()
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 def test_a_child_of_the_trainer_does_not_keep_it_alive(runtime: Path, trainer: Callable[..., Trainer]) -> None:
@@ -146,11 +146,11 @@ def test_a_child_of_the_trainer_does_not_keep_it_alive(runtime: Path, trainer: C
 
 def test_what_was_told_last_is_done(runtime: Path, trainer: Callable[..., Trainer]) -> None:
     first = trainer()
-    psutil.Process(first.holder).suspend()
+    psutil.Process(first.keeper).suspend()
     for _ in range(5):
         first.tell("hold")
     first.kill()
-    psutil.Process(first.holder).resume()
+    psutil.Process(first.keeper).resume()
     assert len(taken()[0].regions) == 6
 
 
@@ -160,18 +160,18 @@ def test_a_newer_holder_ends_the_older_ones_also_if_its_trainer_is_dead(
     trainer().kill()
     (old,) = taken()
     second = trainer(old.address.base)
-    holder = psutil.Process(second.holder)
+    keeper = psutil.Process(second.keeper)
     second.kill()
-    eventually(lambda: holders_of(runtime) == [holder])
+    eventually(lambda: keepers_of(runtime) == [keeper])
     assert [each.address.base for each in taken()] != [old.address.base]
     assert len(files_of(runtime)) == 2
 
 
-def test_a_holder_that_is_killed(runtime: Path, trainer: Callable[..., Trainer]) -> None:
+def test_a_keeper_that_is_killed(runtime: Path, trainer: Callable[..., Trainer]) -> None:
     """The next message starts another one, which has everything. Files that are left are removed."""
     first = trainer()
-    psutil.Process(first.holder).kill()
-    eventually(lambda: not holders_of(runtime))
+    psutil.Process(first.keeper).kill()
+    eventually(lambda: not keepers_of(runtime))
     assert len(files_of(runtime)) == 2
     first.tell("hold")
     first.kill()
@@ -184,7 +184,7 @@ def test_nothing_to_keep(runtime: Path, trainer: Callable[..., Trainer]) -> None
     first = trainer()
     first.tell("drop")
     first.kill()
-    no_holders_are_left(runtime)
+    no_keepers_are_left(runtime)
 
 
 # -- trust -------------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_a_false_proof(trainer: Callable[..., Trainer]) -> None:
     assert contents() == [0]
 
 
-def test_a_stranger_at_the_address_of_a_holder(runtime: Path) -> None:
+def test_a_stranger_at_the_address_of_a_keeper(runtime: Path) -> None:
     """It does not know the key: nothing that it sends is taken."""
     address = JOB.new_address()
     address.write_key()
@@ -285,20 +285,20 @@ connection.recv(1 << 16)
 """
 
 
-def test_files_without_a_holder(runtime: Path) -> None:
+def test_files_without_a_keeper(runtime: Path) -> None:
     address = JOB.new_address()
     address.write_key()
     assert take(JOB) == []
     assert isinstance(address, Address)
 
 
-def test_holders_that_hang_are_waited_for_together(
+def test_keepers_that_hang_are_waited_for_together(
     runtime: Path, trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holders = []
+    keepers = []
     for _ in range(3):
         each = trainer()
-        holders.append(psutil.Process(each.holder))
+        keepers.append(psutil.Process(each.keeper))
         each.kill()
     waits: list[float] = []
 
@@ -308,11 +308,11 @@ def test_holders_that_hang_are_waited_for_together(
 
     monkeypatch.setattr(takeover, "connect", counted)
     monkeypatch.setattr(takeover, "_TIMEOUT_S", 0.5)
-    for holder in holders:
-        holder.suspend()
+    for keeper in keepers:
+        keeper.suspend()
     assert take(JOB) == []
     assert waits[0] > 0.3
     assert waits[1:] == 2 * [takeover._LEAST_S]
-    for holder in holders:
-        holder.kill()
+    for keeper in keepers:
+        keeper.kill()
     eventually(lambda: take(JOB) == [] and files_of(runtime) == [])  # it removes what the dead ones have left
