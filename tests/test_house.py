@@ -24,7 +24,7 @@ LONG_FILES = {
 }
 
 # Names of modules with one meaning in every package: what the package sends, what users set, and so on.
-ROLES = {"errors", "events", "interface", "messages", "options", "settings"}
+ROLES = {"errors", "events", "interface", "messages", "options", "settings", "worker"}
 
 # Other names of modules that several packages have, and how many.
 SAME_MODULES = {

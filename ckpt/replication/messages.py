@@ -1,17 +1,17 @@
 """The messages between the replica process of a rank, or its trainer, and a holder of replicas, over one connection.
 
 client                                            holder
-          ◀── PROTOCOL, nonce ───────────────────
-          ─── nonce, proof ─────────────────────▶
-          ◀── proof ─────────────────────────────
-either    ─── Store ────────────────────────────▶
-          ◀── Done, or Refused ──────────────────
-          ─── all blocks of the replica ──────────▶
-          ◀── Done, or Refused ──────────────────
-or        ─── List ─────────────────────────────▶
-          ◀── Held for each replica, Done ─────────
-or, any   ─── Read ─────────────────────────────▶
-number    ◀── Done and all blocks, or Refused ───
+          ◀── PROTOCOL, nonce ────────────────────
+          ─── nonce, proof ──────────────────────▶
+          ◀── proof ──────────────────────────────
+either    ─── Store ─────────────────────────────▶
+          ◀── Confirmed, or Refused ──────────────
+          ─── all blocks of the replica ─────────▶
+          ◀── Confirmed, or Refused ──────────────
+or        ─── List ──────────────────────────────▶
+          ◀── Held for each replica, Confirmed ───
+or, any   ─── Read ──────────────────────────────▶
+number    ◀── Confirmed and all blocks, or Refused
 
 message := length (4 bytes, big-endian) JSON of a dataclass (see `inprocess.ipc.packets`)
 block   := length (4 bytes) CRC-32C (4 bytes) bytes
@@ -25,7 +25,7 @@ from typing import get_args
 from ckpt.replication.replica import Replica
 from inprocess.ipc.packets import Codec
 
-__all__ = ["CODEC", "PROTOCOL", "Done", "Held", "List", "Message", "Read", "Refused", "Store"]
+__all__ = ["CODEC", "PROTOCOL", "Confirmed", "Held", "List", "Message", "Read", "Refused", "Store"]
 
 PROTOCOL = b"ckpt replicas 02"
 
@@ -53,7 +53,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Done:
+class Confirmed:
     """The request is accepted, and blocks may follow; or the replica is complete, or the list."""
 
 
@@ -71,5 +71,5 @@ class Held:
     replica: Replica
 
 
-Message = Store | List | Read | Done | Refused | Held
+Message = Store | List | Read | Confirmed | Refused | Held
 CODEC: Codec[Message] = Codec(*get_args(Message))

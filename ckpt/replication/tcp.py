@@ -11,7 +11,7 @@ from typing import Self
 from ckpt.replication.connection import BlockError, Connection
 from ckpt.replication.limiter import Limiter
 from ckpt.replication.memory import ReplicaMemory
-from ckpt.replication.messages import Done, Held, List, Message, Read, Refused, Store
+from ckpt.replication.messages import Confirmed, Held, List, Message, Read, Refused, Store
 from ckpt.replication.replica import Address, Piece, Replica, TransportError
 from ckpt.replication.tcp_server import TcpServer
 from inprocess.ipc.packets import PacketError
@@ -63,10 +63,10 @@ class TcpTransport:
             connection.connect(holder)
             connection.greet_holder(self._secret)
             connection.send(Store(replica, keep))
-            _expect(Done, connection.receive(self._silence_s + replica.nbytes / _FAULTED_IN_PER_S))
+            _expect(Confirmed, connection.receive(self._silence_s + replica.nbytes / _FAULTED_IN_PER_S))
             for piece in pieces:
                 connection.send_piece(piece, limiter)
-            _expect(Done, connection.receive())
+            _expect(Confirmed, connection.receive())
 
     def open(self, holder: Address) -> RemoteHolder:
         """Connect to a holder, to read. TransportError."""
@@ -93,7 +93,7 @@ class RemoteHolder:
         found = []
         with _failures_of(self._address):
             self._connection.send(List())
-            while not isinstance(message := self._connection.receive(), Done):
+            while not isinstance(message := self._connection.receive(), Confirmed):
                 _expect(Held, message)
                 assert isinstance(message, Held)
                 found.append(message.replica)
@@ -105,7 +105,7 @@ class RemoteHolder:
             for start in range(0, len(memory), _READ_BYTES):
                 part = memory[start : start + _READ_BYTES]
                 self._connection.send(Read(replica, offset + start, len(part)))
-                _expect(Done, self._connection.receive())
+                _expect(Confirmed, self._connection.receive())
                 if not self._connection.receive_blocks(part):
                     raise BlockError("a checksum is wrong: bytes changed on the way")
 

@@ -16,7 +16,7 @@ import time
 from ckpt.replication.connection import BlockError, Connection
 from ckpt.replication.limiter import Limiter
 from ckpt.replication.memory import ReplicaMemory
-from ckpt.replication.messages import Done, Held, List, Message, Read, Refused, Store
+from ckpt.replication.messages import Confirmed, Held, List, Message, Read, Refused, Store
 from ckpt.replication.replica import Address, Piece, Replica, TransportError
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.threads import JoinableThread
@@ -166,7 +166,7 @@ class TcpServer:
             case List():
                 for replica in self._memory.replicas():
                     connection.send(Held(replica))
-                connection.send(Done())
+                connection.send(Confirmed())
             case Read():
                 self._read(connection, message)
             case _:
@@ -179,7 +179,7 @@ class TcpServer:
             connection.send(_refusal(error))
             return
         try:
-            connection.send(Done())
+            connection.send(Confirmed())
             sound = connection.receive_blocks(arrival.memory)
         except BaseException:
             self._memory.discard(arrival)
@@ -193,7 +193,7 @@ class TcpServer:
         except TransportError as error:
             connection.send(_refusal(error))
             return
-        connection.send(Done())
+        connection.send(Confirmed())
 
     def _read(self, connection: Connection, request: Read) -> None:
         replica, offset, nbytes = request.replica, request.offset, request.nbytes
@@ -202,7 +202,7 @@ class TcpServer:
             return
         try:
             with self._memory.reading(replica) as region:
-                connection.send(Done())
+                connection.send(Confirmed())
                 connection.send_piece(Piece(region, offset, nbytes), self._unlimited)
         except TransportError as error:
             connection.send(_refusal(error))

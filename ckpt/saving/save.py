@@ -396,10 +396,8 @@ class Saver:
         self._tier.close()
         if self.replicator is not None:
             self.replicator.close(ending, linger=linger)
-        if self._lingering is not None and linger:
-            self._lingering.leave()
-        elif self._lingering is not None:
-            self._lingering.close()
+        if self._lingering is not None:
+            self._lingering.leave() if linger else self._lingering.close()
         self._stager.close()
 
     def _leave_root(self) -> None:
