@@ -153,7 +153,12 @@ class _KeeperProcess:
         """Fork a worker. Returns None in the keeper, and in the worker what it has to run."""
         if order.program != _WITH_MEMORY:
             return _Worker(order, end.dup(), None) if self._fork(order.worker_id) else None
-        with contextlib.closing(self._left.begin()) as link:
+        try:
+            link = self._left.begin()
+        except OSError as error:
+            self._control.send(Exited(order.worker_id, f"could not be forked: {error}"))
+            return None
+        with link:
             if self._fork(order.worker_id, leaves_memory=True):
                 return _Worker(order, end.dup(), self._left.hand_over(link.dup()))
         return None

@@ -38,21 +38,25 @@ class WorkerMemory:
     def keep(self, region: SharedMemory) -> None:
         """Have the keeper keep a region."""
         self._told.add(region.region_id)
-        with contextlib.suppress(OSError):  # this process has no descriptor left
-            self._channel.send(Keep(region.region_id, region.size), region.fd)
+        self._send(Keep(region.region_id, region.size), region.fd)
 
     def drop(self, region_id: str) -> None:
         """Have the keeper give up a region."""
         if region_id in self._told:
             self._told.remove(region_id)
-            self._channel.send(Drop(region_id))
+            self._send(Drop(region_id))
 
     def close(self) -> None:
         """Have the keeper give up all of them. Idempotent."""
         for region_id in list(self._told):
             self.drop(region_id)
-        self._channel.flush()
+        with contextlib.suppress(OSError):
+            self._channel.flush()
         self._channel.close()
+
+    def _send(self, message: Keep | Drop, *fds: int) -> None:
+        with contextlib.suppress(OSError):  # the kernel has no memory, or this process no descriptor left
+            self._channel.send(message, *fds)
 
 
 class LeftMemory:

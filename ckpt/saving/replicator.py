@@ -111,7 +111,6 @@ class Replicator:
         known = {replicated for _, _, replicated in answers if replicated is not None}
         self._told = sorted(known, key=lambda name: (_step_of(name), name))  # the same on all ranks
         self._round = _Round(0, None, self._told[-1] if self._told else None)
-        self._start()
         address = self._listen()
         place = self._options.place or node()
         about = [place, node(), None if address is None else [address.host, address.port]]
@@ -127,30 +126,34 @@ class Replicator:
         else:
             self._prefix, self._buddy = f"replicas/{nonce}", reached[rank]
 
-    def _start(self) -> None:
-        """Have a replica process. If the last one has died, a new one gets what that held."""
+    def _listen(self) -> Address | None:
+        """Have the replica process listen; None if it cannot."""
+        try:
+            host = self._options.host or own_address()
+            limit = usable_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            about = host, self._secret, self._options.bandwidth, limit
+            worker = self._living()
+            try:
+                return worker.admit(*about)
+            except TransportError:
+                if worker.alive:
+                    raise
+            return self._living().admit(*about)  # it died just now
+        except (TransportError, OSError, ValueError) as error:
+            self._warn(f"this rank can receive none: {error}")
+            return None
+
+    def _living(self) -> ReplicaWorker:
+        """Return the replica process. If it has died, a new one gets what it held. OSError."""
         if self._worker is not None:
             self._note_ends(self._worker.poll())
             if not self._worker.alive:
                 self._fail_all("the replica process has ended")
                 self._worker.leave()
                 self._worker = None
-        try:
-            self._worker = self._worker or ReplicaWorker(self._keeper, _LINGER_S)
-        except OSError as error:
-            self._warn(f"the process of this rank cannot be started: {error}")
-
-    def _listen(self) -> Address | None:
-        """Have the replica process listen; None if it cannot."""
         if self._worker is None:
-            return None
-        try:
-            host = self._options.host or own_address()
-            limit = usable_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            return self._worker.admit(host, self._secret, self._options.bandwidth, limit)
-        except (TransportError, OSError, ValueError) as error:
-            self._warn(f"this rank can receive none: {error}")
-            return None
+            self._worker = ReplicaWorker(self._keeper, _LINGER_S)
+        return self._worker
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
