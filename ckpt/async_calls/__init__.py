@@ -3,7 +3,7 @@
                      schedule_async_request                       one per writer
     trainer thread ─────────────────────────▶ AsyncCallsQueue ══════════════════▶ writer process 0, 1, ...
                    ◀───────────────────────── (in order)      ◀══════════════════   ▲ fork
-                    maybe_finalize_async_calls                                     fork server
+                    maybe_finalize_async_calls                                     keeper
 
 This package knows nothing of checkpoints. Start with `queue`; `call` is one call from its request to its end, `writer`
 and `writer_main` are the two ends of a writer process.
