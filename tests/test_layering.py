@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "preemption": FOUNDATION | {"signal_pipe", "stop_agreement"},
     "keeper": set(),  # it forks workers by name, and keeps memory without reading it
     "async_calls": FOUNDATION | {"keeper"},  # it runs any function and knows nothing of checkpoints
-    "replication": {"errors", "native"},  # it moves bytes, and knows nothing of checkpoints
+    "replication": {"errors", "keeper", "native"},  # it moves bytes, and knows nothing of checkpoints
     **dict.fromkeys(SIBLINGS, BASE),
     "planning": BASE | {"storage"},  # what lies where is a matter of the format
     "options": {"arguments", "planning", "replication"},  # the defaults and limits of what they set

@@ -87,7 +87,7 @@ class Parts:
         replicated = snapshots if snapshots is not None and snapshots.replicas else None
         exports = None if settings.export is None else BackgroundExports(root_at, settings.export, keeper)
         packs = None if node_path is None else NodePacks(node_path, root_at, mirror_root)
-        saver = Saver(root_at, ranks, queue, how_staged, how_saved, replicated, lingering)
+        saver = Saver(root_at, ranks, queue, keeper, how_staged, how_saved, replicated, lingering)
         if mirror is not None:
             saver.held = lambda: mirror.held(saver.in_flight)
         return cls(settings, keeper, root_at, ranks, queue, saver, exports, mirror, mirror_root, packs, reuses_files)

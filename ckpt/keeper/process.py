@@ -3,7 +3,8 @@
     trainer (`client.Keeper`) ═══ control channel ═══ keeper ──fork──▶ writer      ═══ its own socket ═══ trainer
                                                         │└────fork──▶ replicas    ═══ its own socket ═══ trainer
     processes that take over ════ listening socket ═════╡ └───fork──▶ mirror, export
-                                                        └─ memory: descriptors of slots (`memory`)
+                                                        ├─ memory: descriptors of slots (`memory`)
+                                                        └─ what workers leave (`worker_memory`) ═══ replicas
 
 A trainer cannot be forked safely: its threads, locks and CUDA context do not survive. The keeper is started once with
 exec, imports what every worker needs, and from then on a worker costs one fork of a small process. It runs in its own
@@ -34,6 +35,7 @@ from typing import NoReturn
 from ckpt.keeper.memory import KeptMemory, answer
 from ckpt.keeper.messages import CONTROL, ControlChannel, Exited, Start, Started
 from ckpt.keeper.takeover import release_all
+from ckpt.keeper.worker_memory import LeftMemory, WorkerMemory
 from inprocess.ipc.packets import PacketError
 
 __all__ = ["PROGRAMS", "let_go_of_terminal", "main"]
@@ -41,11 +43,14 @@ __all__ = ["PROGRAMS", "let_go_of_terminal", "main"]
 PROGRAMS = MappingProxyType(
     {
         "writer": "ckpt.async_calls.writer_main",
+        "replicas": "ckpt.replication.worker",
         "mirror": "ckpt.mirroring.worker",
         "export": "ckpt.exporting.worker",
     }
 )
-"""The module of each program, whose `run(socket)` a worker calls."""
+"""The module of each program, whose `run(socket)` a worker calls; that with memory, `run(socket, memory)`."""
+
+_WITH_MEMORY = "replicas"  # the program with a `WorkerMemory`, of which one worker runs at a time
 
 _PREIMPORT = ("numpy", "cloudpickle", "psutil")
 _PR_SET_NAME = 15
@@ -68,6 +73,7 @@ class _Worker:
 
     order: Start
     socket: socket.socket
+    memory: WorkerMemory | None
 
 
 class _KeeperProcess:
@@ -78,6 +84,7 @@ class _KeeperProcess:
         self._control = control
         self._trainer = trainer
         self._memory = KeptMemory(trainer_pid)
+        self._left = LeftMemory()
         self._hears_trainer = True  # the channel is open
         self._trainer_lives = True
         self._children: dict[int, _Child] = {}  # by pidfd
@@ -92,6 +99,7 @@ class _KeeperProcess:
                 ready = self._wait()
                 for pidfd in ready & self._children.keys():
                     self._reap(pidfd)
+                self._left.take_in()
                 if (worker := self._listen()) is not None:
                     return worker
                 self._accept()
@@ -108,6 +116,8 @@ class _KeeperProcess:
             poll.register(self._trainer, select.POLLIN)
         if (listener := self._memory.listener) is not None:
             poll.register(listener, select.POLLIN)
+        if (link := self._left.link) is not None:
+            poll.register(link, select.POLLIN)
         for pidfd in self._children:
             poll.register(pidfd, select.POLLIN)
         return {fd for fd, _ in poll.poll(self._memory.left_ms)}  # each death and each message is an event
@@ -127,14 +137,16 @@ class _KeeperProcess:
                         continue
                     (fd,) = packet.fds
                     with contextlib.closing(socket.socket(fileno=fd)) as end:
-                        if self._fork(order.worker_id):
-                            return _Worker(order, end.dup())
+                        if (worker := self._fork_worker(order, end)) is not None:
+                            return worker
             except (EOFError, PacketError):
                 self._hears_trainer = False
         if died:
             self._trainer_lives = self._hears_trainer = False
             self._memory.linger()
             let_go_of_terminal()
+        if not self._hears_trainer:
+            self._left.forget()  # there will be no other worker
         return None
 
     def _is_trainer_dead(self) -> bool:
@@ -144,8 +156,24 @@ class _KeeperProcess:
 
     # -- children ------------------------------------------------------------------------------------------------------
 
-    def _fork(self, worker_id: int | None = None, taker: socket.socket | None = None) -> bool:
-        """Fork a process. True in the new one; it keeps no descriptor of the keeper, but those of the memory."""
+    def _fork_worker(self, order: Start, end: socket.socket) -> _Worker | None:
+        """Fork a worker. Returns None in the keeper, and in the worker what it has to run."""
+        if order.program != _WITH_MEMORY:
+            return _Worker(order, end.dup(), None) if self._fork(order.worker_id) else None
+        try:
+            link = self._left.begin()
+        except OSError as error:
+            self._control.send(Exited(order.worker_id, f"could not be forked: {error}"))
+            return None
+        with link:
+            if self._fork(order.worker_id, leaves_memory=True):
+                return _Worker(order, end.dup(), self._left.hand_over(link.dup()))
+        return None
+
+    def _fork(
+        self, worker_id: int | None = None, taker: socket.socket | None = None, *, leaves_memory: bool = False
+    ) -> bool:
+        """Fork a process. True in the new one; it keeps no descriptor of the keeper, but those of its memory."""
         try:
             pid = os.fork()
         except OSError as error:  # the trainer sees the end of the socket, and this message
@@ -159,6 +187,8 @@ class _KeeperProcess:
                 os.close(child.pidfd)
             if worker_id is not None:
                 self._memory.forget()
+            if not leaves_memory:
+                self._left.forget()
             return True
         pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid is still its own
         self._children[pidfd] = _Child(pid, pidfd, worker_id, taker)
@@ -237,7 +267,8 @@ def _work(worker: _Worker) -> None:
             psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
         elif order.io_class is not None:
             psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, order.io_level)
-    importlib.import_module(PROGRAMS[order.program]).run(worker.socket)
+    program = importlib.import_module(PROGRAMS[order.program])
+    program.run(worker.socket) if worker.memory is None else program.run(worker.socket, worker.memory)
 
 
 def main(control_fd: int, trainer: int, trainer_pid: int) -> None:

@@ -1,7 +1,7 @@
 """What a trainer and its replica process tell each other, over a packet channel with descriptors.
 
-trainer --- Admit, Send + memfd, Abort, Retain, Lend + memfd, TakeBack, ListHeld, Leave --▶ replica process
-trainer ◀-- Listening or CannotListen, Ended, Lent, HeldHere + memfd, EndOfList ----------- replica process
+trainer --- Admit + pidfd, Send + memfd, Abort, Retain, Lend + memfd, ListHeld, Leave --▶ replica process
+trainer ◀-- Answer, Answer + memfd for each replica held, Ended ------------------------- replica process
 """
 
 from __future__ import annotations
@@ -16,48 +16,44 @@ __all__ = [
     "CODEC",
     "Abort",
     "Admit",
-    "CannotListen",
+    "Answer",
     "ControlChannel",
     "ControlMessage",
-    "EndOfList",
     "Ended",
-    "HeldHere",
     "Leave",
     "Lend",
-    "Lent",
     "ListHeld",
-    "Listening",
     "Retain",
     "Send",
-    "TakeBack",
 ]
 
 
 @dataclass(frozen=True)
+class Answer:
+    """The end of the answer to a request; `error` is empty if it was done. `address`: where replicas are received.
+
+    Before that of `ListHeld` there is one with each `replica`, whose memory is sent with it.
+    """
+
+    request: int
+    error: str = ""
+    address: Address | None = None
+    replica: Replica | None = None
+
+
+@dataclass(frozen=True)
 class Admit:
-    """Serve, at this address, those that know this secret; send with this bandwidth; hold at most so many bytes."""
+    """Serve, at this address, those that know this secret; send with this bandwidth; hold at most so many bytes.
+
+    The pidfd of the trainer is sent with this. When that has died, serve for `linger_s` seconds more.
+    """
 
     request: int
     host: str
     secret: str = field(repr=False)
     bandwidth: float | None
     limit_bytes: int
-
-
-@dataclass(frozen=True)
-class Listening:
-    """The answer: the address."""
-
-    request: int
-    address: Address
-
-
-@dataclass(frozen=True)
-class CannotListen:
-    """The address cannot be used."""
-
-    request: int
-    why: str
+    linger_s: float
 
 
 @dataclass(frozen=True)
@@ -85,49 +81,22 @@ class Abort:
 
 @dataclass(frozen=True)
 class Retain:
-    """Drop all replicas but those of these snapshots."""
+    """Drop all replicas but those of these snapshots, and all that was lent."""
 
     snapshots: list[str]
 
 
 @dataclass(frozen=True)
 class Lend:
-    """Let other nodes read the memory that is sent with this; `Lent` follows."""
+    """Let other nodes read the memory that is sent with this."""
 
     request: int
     replica: Replica
-
-
-@dataclass(frozen=True)
-class Lent:
-    """It can be read."""
-
-    request: int
-
-
-@dataclass(frozen=True)
-class TakeBack:
-    """Let nothing more be read that was lent."""
 
 
 @dataclass(frozen=True)
 class ListHeld:
-    """Say what is held for others: a `HeldHere` for each, then `EndOfList`."""
-
-    request: int
-
-
-@dataclass(frozen=True)
-class HeldHere:
-    """This replica is complete; its memory is sent with this."""
-
-    request: int
-    replica: Replica
-
-
-@dataclass(frozen=True)
-class EndOfList:
-    """That was all."""
+    """Say what is held for others."""
 
     request: int
 
@@ -137,21 +106,6 @@ class Leave:
     """End now: what is held is not needed any more."""
 
 
-ControlMessage = (
-    Admit
-    | Listening
-    | CannotListen
-    | Send
-    | Ended
-    | Abort
-    | Retain
-    | Lend
-    | Lent
-    | TakeBack
-    | ListHeld
-    | HeldHere
-    | EndOfList
-    | Leave
-)
+ControlMessage = Answer | Admit | Send | Ended | Abort | Retain | Lend | ListHeld | Leave
 ControlChannel = Channel[ControlMessage]
 CODEC: Codec[ControlMessage] = Codec(*get_args(ControlMessage))

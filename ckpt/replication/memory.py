@@ -6,6 +6,12 @@
 
 What was complete of the snapshot to keep stays until a newer one is complete on all ranks: only then a `begin` names
 another one to keep. So there are two replicas of each owner at most.
+
+    memfd := memory of a slot, documents, ... room │ label: which replica this is, as long as it is COMPLETE
+
+The keeper has every region from its creation, too (`ckpt.keeper.worker_memory`). When this process is killed, the next
+one finds by the labels what is complete. A label is written when all bytes are there, and removed before any of them
+may change.
 """
 
 from __future__ import annotations
@@ -18,7 +24,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ckpt.keeper.worker_memory import WorkerMemory
 from ckpt.replication.replica import Replica, TransportError
+from inprocess.ipc.packets import Codec, PacketError
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["Arrival", "ReplicaMemory", "usable_bytes"]
@@ -26,6 +34,8 @@ __all__ = ["Arrival", "ReplicaMemory", "usable_bytes"]
 _MAX_NAME = 256
 _MAX_REPLICAS = 1024  # memory is bounded by bytes; this bounds their number
 _ROUNDED_TO = 64 << 10
+_LABEL: Codec[Replica] = Codec(Replica)
+_MAX_LABEL = 8 << 10
 _Key = tuple[str, int]
 
 
@@ -55,13 +65,17 @@ class ReplicaMemory:
     The limit may be changed at any time; what is held stays.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, kept: WorkerMemory | None = None) -> None:
+        """`kept` has what a process before this one has left, and gets every region; None for tests of this alone."""
         self.limit_bytes = limit_bytes
+        self._kept = kept
         self._lock = threading.Lock()
         self._held: dict[_Key, _Held] = {}
         self._dropped: set[_Held] = set()  # still written or read by a thread
         self._free: list[SharedMemory] = []
         self._closed = False
+        for region in () if kept is None else kept.left:
+            self._take_over(region)
 
     def begin(self, replica: Replica, keep: str | None) -> Arrival:
         """Return room for a replica; drop all replicas of other snapshots than its own and `keep`.
@@ -95,6 +109,12 @@ class ReplicaMemory:
         with self._lock:
             held = arrival.held
             if not held.dropped:
+                try:
+                    held.region.write_behind(0, _LABEL.encode(held.replica))
+                except OSError as error:
+                    self._drop(held)
+                    self._recycle(held)
+                    raise TransportError(f"no memory for the label of a replica: {error}") from error
                 held.complete = True
                 return
             self._recycle(held)
@@ -118,13 +138,6 @@ class ReplicaMemory:
                 raise TransportError(f"{replica.snapshot} of rank {replica.rank} is there already")
             self._held[replica.snapshot, replica.rank] = _Held(replica, region, complete=True, lent=True)
 
-    def take_back(self) -> None:
-        """Drop all that was lent."""
-        with self._lock:
-            for held in list(self._held.values()):
-                if held.lent:
-                    self._drop(held)
-
     def replicas(self) -> list[Replica]:
         """Return what is complete; not what is lent."""
         with self._lock:
@@ -147,10 +160,10 @@ class ReplicaMemory:
                     self._recycle(held)
 
     def retain(self, snapshots: Collection[str]) -> None:
-        """Drop all replicas of other snapshots, also those that are arriving."""
+        """Drop all replicas of other snapshots, also those that are arriving, and all that was lent."""
         with self._lock:
             for held in list(self._held.values()):
-                if held.replica.snapshot not in snapshots:
+                if held.lent or held.replica.snapshot not in snapshots:
                     self._drop(held)
 
     @property
@@ -160,7 +173,7 @@ class ReplicaMemory:
             return self._allocated()
 
     def close(self) -> None:
-        """Give all memory back. Idempotent. Nothing may arrive or be read any more."""
+        """Unmap all memory; what was kept of it stays so. Idempotent. Nothing may arrive or be read any more."""
         with self._lock:
             self._closed = True
             for held in (*self._held.values(), *self._dropped):
@@ -170,6 +183,19 @@ class ReplicaMemory:
             self._held.clear()
             self._dropped.clear()
             self._free.clear()
+
+    def _take_over(self, region: SharedMemory) -> None:
+        """Hold what the process before has completed in a region, else use it again."""
+        try:
+            replica = _LABEL.decode(region.read_behind(0, _MAX_LABEL))
+            _check(replica)
+            is_new = replica.nbytes <= region.size and (replica.snapshot, replica.rank) not in self._held
+        except (OSError, PacketError, TransportError):  # it was arriving, or free
+            is_new = False
+        if is_new:
+            self._held[replica.snapshot, replica.rank] = _Held(replica, region, complete=True)
+        else:
+            self._free.append(region)
 
     # -- with the lock held --------------------------------------------------------------------------------------------
 
@@ -190,21 +216,31 @@ class ReplicaMemory:
             self._free.remove(region)
             return region
         while self._free and self._allocated() + nbytes > self.limit_bytes:
-            self._free.pop().close()
+            self._give_back(self._free.pop())
         if self._allocated() + nbytes > self.limit_bytes:
             raise TransportError(
                 f"no room for {nbytes} bytes: the holder has {self._allocated()} of at most {self.limit_bytes} bytes"
             )
         try:
-            return SharedMemory.create("ckpt-replica", nbytes)
+            region = SharedMemory.create("ckpt-replica", nbytes)
         except OSError as error:
             raise TransportError(f"no memory for {nbytes} bytes: {error}") from error
+        if self._kept is not None:
+            self._kept.keep(region)
+        return region
+
+    def _give_back(self, region: SharedMemory) -> None:
+        if self._kept is not None:
+            self._kept.drop(region.region_id)
+        region.close()
 
     def _drop(self, held: _Held) -> None:
         """Forget a replica. Its memory is free as soon as no thread writes or reads it."""
         if held.dropped:
             return
         held.dropped = True
+        if not held.lent:
+            os.ftruncate(held.region.fd, held.region.size)  # without a label it is no replica for the next process
         del self._held[held.replica.snapshot, held.replica.rank]
         self._dropped.add(held)
         if held.complete and not held.readers:
@@ -226,7 +262,7 @@ class ReplicaMemory:
         with self._lock:
             self._drop(held)
             self._dropped.discard(held)
-            held.region.close()
+            self._give_back(held.region)
 
 
 def usable_bytes() -> int:

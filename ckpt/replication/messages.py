@@ -1,17 +1,17 @@
-"""The messages between the writer of a rank and a holder of replicas, over one connection.
+"""The messages between the replica process of a rank, or its trainer, and a holder of replicas, over one connection.
 
 client                                            holder
-          ◀── PROTOCOL, nonce ───────────────────
-          ─── nonce, proof ─────────────────────▶
-          ◀── proof ─────────────────────────────
-either    ─── Store ────────────────────────────▶
-          ◀── Go, or Refused ────────────────────
-          ─── all blocks of the replica ──────────▶
-          ◀── Stored, or Refused ────────────────
-or        ─── List ─────────────────────────────▶
-          ◀── Held for each replica, End ──────────
-or, any   ─── Read ─────────────────────────────▶
-number    ◀── Go and all blocks, or Refused ─────
+          ◀── PROTOCOL, nonce ────────────────────
+          ─── nonce, proof ──────────────────────▶
+          ◀── proof ──────────────────────────────
+either    ─── Store ─────────────────────────────▶
+          ◀── Confirmed, or Refused ──────────────
+          ─── all blocks of the replica ─────────▶
+          ◀── Confirmed, or Refused ──────────────
+or        ─── List ──────────────────────────────▶
+          ◀── Held for each replica, Confirmed ───
+or, any   ─── Read ──────────────────────────────▶
+number    ◀── Confirmed and all blocks, or Refused
 
 message := length (4 bytes, big-endian) JSON of a dataclass (see `inprocess.ipc.packets`)
 block   := length (4 bytes) CRC-32C (4 bytes) bytes
@@ -25,9 +25,9 @@ from typing import get_args
 from ckpt.replication.replica import Replica
 from inprocess.ipc.packets import Codec
 
-__all__ = ["CODEC", "PROTOCOL", "End", "Go", "Held", "List", "Message", "Read", "Refused", "Store", "Stored"]
+__all__ = ["CODEC", "PROTOCOL", "Confirmed", "Held", "List", "Message", "Read", "Refused", "Store"]
 
-PROTOCOL = b"ckpt replicas 01"
+PROTOCOL = b"ckpt replicas 02"
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,8 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Go:
-    """The request is accepted."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The replica is complete, and its checksums are right."""
+class Confirmed:
+    """The request is accepted, and blocks may follow; or the replica is complete, or the list."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +71,5 @@ class Held:
     replica: Replica
 
 
-@dataclass(frozen=True)
-class End:
-    """There are no more replicas."""
-
-
-Message = Store | List | Read | Go | Stored | Refused | Held | End
+Message = Store | List | Read | Confirmed | Refused | Held
 CODEC: Codec[Message] = Codec(*get_args(Message))

@@ -1,85 +1,67 @@
-"""The trainer's end of its replica process: starts it, and tells it what to send, hold and lend.
+"""The trainer's end of its replica process: has it forked by the keeper, and tells it what to send, hold and lend.
 
 Nothing here waits for another node. What waits for the process has a deadline, and ends when the process dies. One that
-has not answered in time is not waited for again before it has said something: what it holds is not needed.
+has not answered in time is not waited for again before it has said something: what it holds is not needed. Of one that
+has died, the next one gets what it held.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import select
-import subprocess
-import threading
 from collections.abc import Sequence
-from typing import Any
 
+from ckpt.keeper.client import Keeper, Worker
 from ckpt.replication.control import (
     CODEC,
     Abort,
     Admit,
-    CannotListen,
-    ControlChannel,
+    Answer,
     ControlMessage,
     Ended,
-    EndOfList,
-    HeldHere,
     Leave,
     Lend,
-    Lent,
-    Listening,
     ListHeld,
     Retain,
     Send,
-    TakeBack,
 )
 from ckpt.replication.replica import Address, Replica, TransportError
 from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.packets import Packet
-from inprocess.ipc.process import end_process, start_module
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["ReplicaKeeper"]
+__all__ = ["ReplicaWorker"]
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_NICE = 10  # as a writer
 _EXIT_WAIT_S = 5.0
 _START_S = 30.0  # for the first answer: the process has to start, on a machine that may be busy
 _ANSWER_S = 5.0
 
 
-class ReplicaKeeper:
+class ReplicaWorker:
     """One replica process. For the thread that trains. Every failure is a TransportError."""
 
-    def __init__(self, linger_s: float) -> None:
-        """Start the process, without waiting for it. OSError if that cannot be done."""
+    def __init__(self, keeper: Keeper, linger_s: float) -> None:
+        """Ask for the process, without waiting for it. OSError if that cannot be done."""
+        self._keeper = keeper
+        self._linger_s = linger_s
         self._ended: list[Ended] = []
         self._gone = False
         self._has_started = False  # it has answered
         self._is_silent = False  # it did not answer the last request in time, and has said nothing since
         self._requests = itertools.count(1)
-        trainer = os.pidfd_open(os.getpid())
-        try:
-            self._channel, theirs = ControlChannel.pair(CODEC)
-            with theirs:
-                self._process = self._started(theirs.fileno(), trainer, linger_s)
-        finally:
-            os.close(trainer)
-
-    def _started(self, channel: int, trainer: int, linger_s: float) -> subprocess.Popen[bytes]:
-        """Return the process; the channel is closed if it cannot be started."""
-        fds = channel, trainer
-        arguments = *map(str, fds), str(linger_s)
-        try:
-            return start_module("ckpt.replication", *arguments, pass_fds=fds, env=_ONE_THREAD, stderr=None)
-        except BaseException:
-            self._channel.close()
-            raise
+        self._worker: Worker[ControlMessage] = Worker(keeper, "replicas", CODEC, nice=_NICE)
+        self._channel = self._worker.channel
+        in_forked_children(self.leave)
 
     @property
-    def pid(self) -> int:
-        """The id of the process."""
-        return self._process.pid
+    def pid(self) -> int | None:
+        """The id of the process; None as long as it is not known."""
+        self._keeper.pump()
+        self._worker.refresh()
+        return self._worker.pid
 
     @property
     def alive(self) -> bool:
@@ -92,11 +74,14 @@ class ReplicaKeeper:
         TransportError if it cannot.
         """
         request = next(self._requests)
-        self._channel.send(Admit(request, host, secret, bandwidth, limit_bytes))
-        answer = self._wait_for(request, Listening | CannotListen).message
-        if isinstance(answer, CannotListen):
-            raise TransportError(f"replicas cannot be received at {answer.why}")
-        assert isinstance(answer, Listening)
+        trainer = os.pidfd_open(os.getpid())
+        try:
+            self._channel.send(Admit(request, host, secret, bandwidth, limit_bytes, self._linger_s), trainer)
+        finally:
+            os.close(trainer)
+        answer, _ = self._wait_for(request)
+        if answer.address is None:
+            raise TransportError(answer.error)
         return answer.address
 
     def send(self, replica: Replica, fd: int, holder: Address, keep: str | None) -> None:
@@ -124,8 +109,8 @@ class ReplicaKeeper:
         self._channel.send(ListHeld(request))
         found: list[tuple[Replica, SharedMemory]] = []
         try:
-            while isinstance(message := (packet := self._wait_for(request, HeldHere | EndOfList)).message, HeldHere):
-                (fd,), replica = packet.fds, message.replica
+            while (answer := self._wait_for(request))[0].replica is not None:
+                replica, (fd,) = answer[0].replica, answer[1]
                 region_id = f"{replica.snapshot}/{replica.rank}"
                 found.append((replica, SharedMemory(fd, replica.slot_bytes, "ckpt-replica", region_id)))
         except BaseException:
@@ -135,36 +120,28 @@ class ReplicaKeeper:
         return found
 
     def lend(self, slots: Sequence[tuple[Replica, int]]) -> None:
-        """Let other nodes read these slots, by their descriptors, until `take_back`."""
+        """Let other nodes read these slots, by their descriptors, until `retain`."""
         for replica, fd in slots:
             request = next(self._requests)
             self._channel.send(Lend(request, replica), fd)
-            self._wait_for(request, Lent)
-
-    def take_back(self) -> None:
-        """Let other nodes read replicas only."""
-        self._channel.send(TakeBack())
+            self._wait_for(request)
 
     def retain(self, snapshots: Sequence[str]) -> None:
-        """Drop what it holds of other snapshots."""
+        """Drop what it holds of other snapshots, and all that was lent."""
         self._channel.send(Retain(list(snapshots)))
 
     def close(self, ending: Deadline | None = None) -> None:
         """End the process, and wait for its end until the deadline, at most for some seconds. Idempotent."""
-        if self._process.returncode is not None:
+        if self._channel.fileno() < 0:
             return
         self._channel.send(Leave())
-        self._channel.flush()
-        self._channel.close()
+        self._worker.end((ending or Deadline(_EXIT_WAIT_S)).within(_EXIT_WAIT_S))
         self._gone = True
-        end_process(self._process, (ending or Deadline(_EXIT_WAIT_S)).within(_EXIT_WAIT_S))
 
     def leave(self) -> None:
         """Let the process go on for a while, for others to restore from it. Idempotent; nothing else may follow."""
-        self._channel.close()
+        self._worker.release()
         self._gone = True
-        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down, and init will reap it
-            threading.Thread(target=self._process.wait, name="ckpt-reap-replicas", daemon=True).start()
 
     def _note(self, packet: Packet[ControlMessage]) -> None:
         """Keep what is no answer, and drop the answer to a request that was interrupted."""
@@ -172,8 +149,8 @@ class ReplicaKeeper:
             self._ended.append(packet.message)
         packet.close_fds()
 
-    def _wait_for(self, request: int, kinds: Any) -> Packet[ControlMessage]:
-        """Return the next packet of these kinds that answers a request; others are noted."""
+    def _wait_for(self, request: int) -> tuple[Answer, tuple[int, ...]]:
+        """Return the next answer to a request, and its descriptors; what else arrives is noted."""
         limit_s = _ANSWER_S if self._has_started else _START_S
         deadline = Deadline(0.0 if self._is_silent else limit_s)
         while True:
@@ -187,8 +164,8 @@ class ReplicaKeeper:
                 self._has_started = True
                 if self._is_silent:  # it goes on
                     self._is_silent, deadline = False, Deadline(limit_s)
-                if isinstance(packet.message, kinds) and packet.message.request == request:
-                    return packet
+                if isinstance(packet.message, Answer) and packet.message.request == request:
+                    return packet.message, packet.fds
                 self._note(packet)
                 continue
             if deadline.is_over:

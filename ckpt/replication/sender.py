@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckpt.replication.interface import Transport
 from ckpt.replication.limiter import Limiter
 from ckpt.replication.replica import Address, Piece, Replica, TransportError
+from ckpt.replication.tcp import TcpTransport
 from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["Sender", "Sent", "Transfer"]
@@ -42,7 +42,7 @@ class Sender:
     one thread.
     """
 
-    def __init__(self, transport: Transport, bandwidth: float | None, ended: Callable[[Sent], None]) -> None:
+    def __init__(self, transport: TcpTransport, bandwidth: float | None, ended: Callable[[Sent], None]) -> None:
         self._transport = transport
         self._ended = ended
         self._bandwidth = bandwidth

@@ -14,10 +14,9 @@ import threading
 import time
 
 from ckpt.replication.connection import BlockError, Connection
-from ckpt.replication.interface import Server
 from ckpt.replication.limiter import Limiter
 from ckpt.replication.memory import ReplicaMemory
-from ckpt.replication.messages import End, Go, Held, List, Message, Read, Refused, Store, Stored
+from ckpt.replication.messages import Confirmed, Held, List, Message, Read, Refused, Store
 from ckpt.replication.replica import Address, Piece, Replica, TransportError
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.threads import JoinableThread
@@ -33,8 +32,11 @@ _ACCEPT_PAUSE_S = 0.2
 _WHY_CHARACTERS = 500
 
 
-class TcpServer(Server):
-    """Serves a `ReplicaMemory` at one address of this node, to processes that know the secret."""
+class TcpServer:
+    """Lets processes that know the secret store replicas in a `ReplicaMemory`, and read them, at one address.
+
+    Any thread.
+    """
 
     def __init__(self, host: str, secret: str, silence_s: float, memory: ReplicaMemory) -> None:
         """Listen at `host` only, at a free port, and begin to serve. OSError if the address cannot be used."""
@@ -55,6 +57,7 @@ class TcpServer(Server):
 
     @property
     def address(self) -> Address:
+        """Where it listens."""
         return self._address
 
     @property
@@ -64,6 +67,7 @@ class TcpServer(Server):
             return len(self._strangers), len(self._peers)
 
     def close(self) -> None:
+        """End all connections, and the threads that serve them. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -162,7 +166,7 @@ class TcpServer(Server):
             case List():
                 for replica in self._memory.replicas():
                     connection.send(Held(replica))
-                connection.send(End())
+                connection.send(Confirmed())
             case Read():
                 self._read(connection, message)
             case _:
@@ -175,7 +179,7 @@ class TcpServer(Server):
             connection.send(_refusal(error))
             return
         try:
-            connection.send(Go())
+            connection.send(Confirmed())
             sound = connection.receive_blocks(arrival.memory)
         except BaseException:
             self._memory.discard(arrival)
@@ -189,7 +193,7 @@ class TcpServer(Server):
         except TransportError as error:
             connection.send(_refusal(error))
             return
-        connection.send(Stored())
+        connection.send(Confirmed())
 
     def _read(self, connection: Connection, request: Read) -> None:
         replica, offset, nbytes = request.replica, request.offset, request.nbytes
@@ -198,7 +202,7 @@ class TcpServer(Server):
             return
         try:
             with self._memory.reading(replica) as region:
-                connection.send(Go())
+                connection.send(Confirmed())
                 connection.send_piece(Piece(region, offset, nbytes), self._unlimited)
         except TransportError as error:
             connection.send(_refusal(error))

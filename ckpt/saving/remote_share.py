@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import queue
 
-from ckpt.replication.interface import RemoteHolder, Transport
 from ckpt.replication.replica import Address, Replica, TransportError
+from ckpt.replication.tcp import RemoteHolder, TcpTransport
 from ckpt.storage.memory_step import ShareBytes
 from ckpt.storage.ranged_file import RangedFile
 from ckpt.storage.regular_files import DamagedFileError
@@ -23,7 +23,7 @@ class RemoteShare(ShareBytes):
     """
 
     def __init__(
-        self, transport: Transport, holder: Address, replica: Replica, failed: dict[Address, str] | None = None
+        self, transport: TcpTransport, holder: Address, replica: Replica, failed: dict[Address, str] | None = None
     ) -> None:
         """`failed` has the holders that could not be reached in this restore, and why; shares have it in common."""
         self._failed = {} if failed is None else failed

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.events import SnapshotNotReplicated, SnapshotReplicated
+from ckpt.keeper.client import Keeper
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.options import Snapshots
 from ckpt.ranks import Ranks
 from ckpt.replication.control import Ended
 from ckpt.replication.memory import usable_bytes
-from ckpt.replication.process import ReplicaKeeper
+from ckpt.replication.process import ReplicaWorker
 from ckpt.replication.replica import Address, Replica, TransportError
 from ckpt.replication.tcp import TcpTransport
 from ckpt.saving.completion import value_of
@@ -65,11 +66,12 @@ class _Round:
 class Replicator:
     """The replicas of one rank. `slots` returns those of the arena."""
 
-    def __init__(self, ranks: Ranks, slots: Callable[[], Iterable[Slot]], options: Snapshots) -> None:
+    def __init__(self, ranks: Ranks, slots: Callable[[], Iterable[Slot]], options: Snapshots, keeper: Keeper) -> None:
+        self._keeper = keeper
         self._ranks = ranks
         self._slots = slots
         self._options = options
-        self._keeper: ReplicaKeeper | None = None
+        self._worker: ReplicaWorker | None = None
         self._secret = ""
         self._prefix = ""
         self._addresses: list[Address | None] = []
@@ -109,7 +111,6 @@ class Replicator:
         known = {replicated for _, _, replicated in answers if replicated is not None}
         self._told = sorted(known, key=lambda name: (_step_of(name), name))  # the same on all ranks
         self._round = _Round(0, None, self._told[-1] if self._told else None)
-        self._start()
         address = self._listen()
         place = self._options.place or node()
         about = [place, node(), None if address is None else [address.host, address.port]]
@@ -125,36 +126,43 @@ class Replicator:
         else:
             self._prefix, self._buddy = f"replicas/{nonce}", reached[rank]
 
-    def _start(self) -> None:
-        if self._keeper is not None and not self._keeper.alive:
-            self._fail_all("the replica process has ended")
-            self._keeper.close(Deadline(0.0))
-            self._keeper = None
-        try:
-            self._keeper = self._keeper or ReplicaKeeper(_LINGER_S)
-        except OSError as error:
-            self._warn(f"the process of this rank cannot be started: {error}")
-
     def _listen(self) -> Address | None:
         """Have the replica process listen; None if it cannot."""
-        if self._keeper is None:
-            return None
         try:
             host = self._options.host or own_address()
             limit = usable_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            return self._keeper.admit(host, self._secret, self._options.bandwidth, limit)
+            about = host, self._secret, self._options.bandwidth, limit
+            worker = self._living()
+            try:
+                return worker.admit(*about)
+            except TransportError:
+                if worker.alive:
+                    raise
+            return self._living().admit(*about)  # it died just now
         except (TransportError, OSError, ValueError) as error:
             self._warn(f"this rank can receive none: {error}")
             return None
+
+    def _living(self) -> ReplicaWorker:
+        """Return the replica process. If it has died, a new one gets what it held. OSError."""
+        if self._worker is not None:
+            self._note_ends(self._worker.poll())
+            if not self._worker.alive:
+                self._fail_all("the replica process has ended")
+                self._worker.leave()
+                self._worker = None
+        if self._worker is None:
+            self._worker = ReplicaWorker(self._keeper, _LINGER_S)
+        return self._worker
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def poll(self, staged: SaveId | None, whole: SaveId | None) -> None:
         """Take part in the rounds. The newest snapshot of this rank is `staged`, that with all checksums `whole`."""
-        if self._keeper is None:
+        if self._worker is None:
             return
-        self._note_ends(self._keeper.poll())
-        if not self._keeper.alive:
+        self._note_ends(self._worker.poll())
+        if not self._worker.alive:
             self._fail_all("the replica process has ended")
         if not self._prefix:
             return
@@ -218,8 +226,8 @@ class Replicator:
         if slot is not None and not is_whole and (whole is None or whole.step < _step_of(snapshot)):
             return  # its checksums are being made
         self._is_to_send = False
-        assert self._keeper is not None
-        if slot is None or not is_whole or not self._keeper.alive:
+        assert self._worker is not None
+        if slot is None or not is_whole or not self._worker.alive:
             gone = "it was not in the memory of this rank any more, or never complete"
             self._count(store, "the replica process has ended" if is_whole else gone)
             return
@@ -228,7 +236,7 @@ class Replicator:
         self._sending[replica] = slot
         slot.pin()
         self._bytes = replica.nbytes
-        self._keeper.send(replica, slot.region.fd, self._buddy, self._round.replicated)
+        self._worker.send(replica, slot.region.fd, self._buddy, self._round.replicated)
 
     def _count(self, store: Any, error: str) -> None:
         """Tell rank 0 that this rank has ended its part of the round."""
@@ -264,10 +272,10 @@ class Replicator:
 
     def held(self) -> list[SharedMemory]:
         """Return the replicas that this rank holds for others, as slots, which the caller closes."""
-        if self._keeper is None:
+        if self._worker is None:
             return []
         try:
-            return [region for _, region in self._keeper.held()]
+            return [region for _, region in self._worker.held()]
         except TransportError as error:
             self._warn(str(error))
             return []
@@ -278,8 +286,8 @@ class Replicator:
             (Replica(save, owner, region.size, Share(region).nbytes), region.fd) for owner, region in regions.items()
         ]
         try:
-            if self._keeper is not None:
-                self._keeper.lend(replicas)
+            if self._worker is not None:
+                self._worker.lend(replicas)
         except TransportError as error:
             self._warn(str(error))
             replicas = []
@@ -312,9 +320,8 @@ class Replicator:
         self._close_remote()
         before = [name for name in self._told if name in whole and _step_of(name) <= _step_of(save)]
         replicated = before[-1] if before else save
-        if self._keeper is not None:
-            self._keeper.take_back()
-            self._keeper.retain([name for name in {save, replicated} if name is not None])
+        if self._worker is not None:
+            self._worker.retain([name for name in {save, replicated} if name is not None])
         self._round, self._is_known = _Round(0, None, replicated), False
         self._tried, self._pause_s, self._next_at = save, 0.0, 0.0
         self._pin()
@@ -332,19 +339,19 @@ class Replicator:
 
     def forget(self) -> None:
         """After a fault: give up what is being sent. What buddies hold, and the slots, stay to be restored from."""
-        if self._keeper is not None and self._sending:
-            self._keeper.abort()
+        if self._worker is not None and self._sending:
+            self._worker.abort()
         self._prefix, self._ended, self._is_to_send = "", None, False
         self._close_remote()
 
     def close(self, ending: Deadline, *, linger: bool = False) -> None:
         """End the replica process; with `linger` not before others had time to restore from it. Idempotent."""
         self._close_remote()
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None and linger:
-            keeper.leave()
-        elif keeper is not None:
-            keeper.close(ending)
+        worker, self._worker = self._worker, None
+        if worker is not None and linger:
+            worker.leave()
+        elif worker is not None:
+            worker.close(ending)
 
     def _warn(self, text: str) -> None:
         """Log what does not change, once."""

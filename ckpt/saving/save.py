@@ -20,6 +20,7 @@ from typing import Any
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError
 from ckpt.events import Retained, SnapshotStaged
+from ckpt.keeper.client import Keeper
 from ckpt.keeper.lingering import LingeringMemory
 from ckpt.observing import emit, is_observed
 from ckpt.options import Snapshots
@@ -76,6 +77,7 @@ class Saver:
         root: Root,
         ranks: Ranks,
         queue: AsyncCallsQueue,
+        keeper: Keeper,
         staging: StagingOptions,
         options: SaveOptions,
         replicas: Snapshots | None = None,
@@ -91,7 +93,7 @@ class Saver:
         self._stager = Stager(ranks, staging, queue.wait_for_events, self.snapshots)
         self.replicator: Replicator | None = None
         if replicas is not None:
-            self.replicator = replicator = Replicator(ranks, lambda: self._stager.all_slots, replicas)
+            self.replicator = replicator = Replicator(ranks, lambda: self._stager.all_slots, replicas, keeper)
             self.snapshots.on_poll = replicator.poll
             self._stager.on_meet = lambda: replicator.meet(ranks.rank, ranks)
         self._lingering = lingering
@@ -394,10 +396,8 @@ class Saver:
         self._tier.close()
         if self.replicator is not None:
             self.replicator.close(ending, linger=linger)
-        if self._lingering is not None and linger:
-            self._lingering.leave()
-        elif self._lingering is not None:
-            self._lingering.close()
+        if self._lingering is not None:
+            self._lingering.leave() if linger else self._lingering.close()
         self._stager.close()
 
     def _leave_root(self) -> None:

@@ -86,9 +86,10 @@ class Rank:
         return found
 
     def everything(self) -> dict[str, Any]:
-        writers = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ckpt-writer"]
+        children = psutil.Process().children(recursive=True)
+        workers = sorted(p.pid for p in children if p.name() in ("ckpt-writer", "ckpt-replicas"))
         owner = sorted(str(path) for path in (self.folder / "root" / ".owner").rglob("*"))
-        return {**self.helpers(), "writers": writers, "owner": owner}
+        return {**self.helpers(), "workers": workers, "owner": owner}
 
     # -- ways to leave -------------------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class Rank:
         """What no user can reach has no effect, either."""
         saver, parts = self.checkpointer._parts.saver, self.checkpointer._parts
         saver._lingering.leave()
-        saver.replicator._keeper.leave()
+        saver.replicator._worker.leave()
         parts.mirror.abort()
         parts.exports.abort()
         parts.queue._release()

@@ -30,7 +30,7 @@ from tools.bench.harness import (
     temporary_folder,
     write_json,
 )
-from tools.bench.processes import Note, Notes, children_of, cpu_seconds, run_forked
+from tools.bench.processes import Note, Notes, cpu_seconds, run_forked
 from tools.bench.workload import StepLoop, make_state, size_of, tensors
 
 __all__ = ["add_options", "run"]
@@ -155,8 +155,8 @@ class _Training:
 
 def _replica_seconds() -> float:
     """Return the processor time of this rank's replica process."""
-    own = psutil.Process().pid
-    return sum(cpu_seconds(child) for child in children_of(own) if psutil.Process(child).name() == _PROCESS_NAME)
+    below = psutil.Process().children(recursive=True)
+    return sum(cpu_seconds(child.pid) for child in below if child.name() == _PROCESS_NAME)
 
 
 def _rounds_of(notes: list[Note]) -> list[_Round]:

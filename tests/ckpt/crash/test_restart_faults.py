@@ -128,7 +128,7 @@ def _check_nothing_left(events: list[list[dict[str, Any]]], job: Job, root: Chec
             most = (20 if job.replicas else 12) * (job.active + job.spares) if job.snapshots else 4 * job.active
             assert slots <= most, str(held)
             assert len(now["regions"]) - slots <= 8, str(held)  # the control page of the writer, and its calls
-            assert now["children"] <= 4 + job.replicas, str(held)  # server, monitor process; and what is just ending
+            assert now["children"] <= 4, str(held)  # keeper, monitor process; and what is just ending
         if len(held) > 3:
             # A rank that becomes rank 0 serves the store of the process groups: about 15 more. The first iterations may
             # have had no slots, those of a spare always.

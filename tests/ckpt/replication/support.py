@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt.replication.interface import Server
 from ckpt.replication.limiter import Limiter
 from ckpt.replication.memory import ReplicaMemory
 from ckpt.replication.replica import Address, Piece, Replica
 from ckpt.replication.tcp import TcpTransport
+from ckpt.replication.tcp_server import TcpServer
 from inprocess.ipc.shared_memory import SharedMemory
 
 SECRET = "a secret of a job, known to both ends of a connection"
@@ -34,7 +34,7 @@ def staged(data: bytes) -> Iterator[SharedMemory]:
 
 
 @contextlib.contextmanager
-def serving(limit_bytes: int = UNLIMITED, silence_s: float = 10.0) -> Iterator[tuple[ReplicaMemory, Server]]:
+def serving(limit_bytes: int = UNLIMITED, silence_s: float = 10.0) -> Iterator[tuple[ReplicaMemory, TcpServer]]:
     """A holder that serves its memory."""
     memory = ReplicaMemory(limit_bytes)
     server = TcpTransport(HOST, SECRET, silence_s).serve(memory)

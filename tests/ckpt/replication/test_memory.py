@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.keeper.worker_memory import LeftMemory, WorkerMemory
 from ckpt.replication.memory import Arrival, ReplicaMemory, usable_bytes
 from ckpt.replication.replica import Replica, TransportError
 from inprocess.ipc.shared_memory import SharedMemory
@@ -143,7 +144,7 @@ def test_what_is_lent_is_read_by_others_until_it_is_taken_back(leak_check: LeakC
     with pytest.raises(TransportError, match="already"):
         memory.lend(own, region)
     with memory.reading(own) as lent:
-        memory.take_back()
+        memory.retain([own.snapshot])
         assert bytes(lent.buffer[:SIZE]) == content(own, SIZE)
     assert region.closed
     with pytest.raises(TransportError, match="does not have"), memory.reading(own):
@@ -157,6 +158,101 @@ def test_what_is_no_replica_is_refused(name: str, rank: int, nbytes: int) -> Non
     with pytest.raises(TransportError, match="not a replica"):
         memory.begin(Replica(name, rank, nbytes, nbytes), None)
     memory.close()
+
+
+# -- the process dies --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process(left: LeftMemory) -> Iterator[ReplicaMemory]:
+    """What a process has that the keeper forks now, with descriptors of its own. At the end it is killed."""
+    link = left.begin()
+    kept = WorkerMemory(link, {key: (os.dup(fd), size) for key, (fd, size) in left._regions.items()})
+    memory = ReplicaMemory(UNLIMITED, kept)
+    yield memory
+    memory.close()
+    kept._channel.close()
+
+
+def held(memory: ReplicaMemory) -> set[tuple[str, int]]:
+    found = memory.replicas()
+    assert all(bytes_held(memory, replica) == content(replica, replica.nbytes) for replica in found)
+    return {(replica.snapshot, replica.rank) for replica in found}
+
+
+def test_the_next_process_holds_what_is_complete(leak_check: LeakCheck) -> None:
+    left = LeftMemory()
+    with process(left) as memory:
+        for name, keep in (("1", None), ("2", "1")):
+            arrive(memory, Replica(name, 0, SIZE - 1, SIZE), keep)
+        arriving = begun(memory, Replica("2", 1, SIZE, SIZE), "1")
+    with process(left) as memory:
+        assert held(memory) == {("1", 0), ("2", 0)}
+        assert memory.allocated_bytes == 3 * ROOM
+        arrive(memory, Replica("2", 1, SIZE, SIZE), "1")
+        assert memory.allocated_bytes == 3 * ROOM  # it is used again
+        arrive(memory, Replica("4", 0, 6 * SIZE, 6 * SIZE), "2")
+    with process(left) as memory:
+        assert held(memory) == {("2", 0), ("2", 1), ("4", 0)}
+    arriving.memory.release()
+    left.forget()
+
+
+def test_the_next_process_does_not_hold_what_was_dropped(leak_check: LeakCheck) -> None:
+    """Also if the memory was read at that time, or was about to be written."""
+    left = LeftMemory()
+    with process(left) as memory:
+        for name, keep in (("1", None), ("2", "1")):
+            arrive(memory, Replica(name, 0, SIZE, SIZE), keep)
+        with memory.reading(Replica("1", 0, SIZE, SIZE)):
+            memory.retain(["2"])
+            with process(left) as other:
+                assert held(other) == {("2", 0)}
+    with process(left) as memory:
+        arriving = memory.begin(Replica("3", 0, SIZE, SIZE), None)  # as is 2 now
+        arriving.memory.release()
+    with process(left) as memory:
+        assert held(memory) == set()
+        assert memory.allocated_bytes == 2 * ROOM
+    left.forget()
+
+
+def test_memory_that_is_given_back_is_not_kept(leak_check: LeakCheck) -> None:
+    left = LeftMemory()
+    with process(left) as memory:
+        for rank in range(3):
+            arrive(memory, Replica("1", rank, SIZE, SIZE))
+        memory.limit_bytes = 8 * ROOM
+        arrive(memory, Replica("2", 0, 12 * SIZE, 12 * SIZE))
+    with process(left) as memory:
+        assert held(memory) == {("2", 0)}
+        assert memory.allocated_bytes <= 8 * ROOM
+    left.forget()
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        b"garbage",
+        b"[" * 9000,
+        b'["Replica", {}]',
+        b'["Replica", {"snapshot": "1", "rank": -1, "slot_bytes": 1, "nbytes": 1}]',
+        b'["Replica", {"snapshot": "1", "rank": 0, "slot_bytes": 1, "nbytes": 1000000}]',
+    ],
+)
+def test_a_label_that_is_none(label: bytes, leak_check: LeakCheck) -> None:
+    left = LeftMemory()
+    with process(left) as memory:
+        replica = Replica("1", 0, SIZE, SIZE)
+        arrive(memory, replica)
+        with memory.reading(replica) as region:
+            os.ftruncate(region.fd, region.size)
+            region.write_behind(0, label)
+    with process(left) as memory:
+        assert memory.replicas() == []
+        arrive(memory, Replica("2", 0, SIZE, SIZE))
+        assert memory.allocated_bytes == ROOM
+    left.forget()
 
 
 @pytest.fixture

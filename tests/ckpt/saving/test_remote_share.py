@@ -6,14 +6,14 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from ckpt.keeper.client import Keeper
 from ckpt.replication import tcp_server
-from ckpt.replication.interface import RemoteHolder
-from ckpt.replication.process import ReplicaKeeper
+from ckpt.replication.process import ReplicaWorker
 from ckpt.replication.replica import Address, Replica
-from ckpt.replication.tcp import TcpTransport
-from ckpt.replication.tcp_server import TcpServer
+from ckpt.replication.tcp import RemoteHolder, TcpTransport
 from ckpt.saving.remote_share import RemoteShare
 from ckpt.storage.regular_files import DamagedFileError
+from inprocess.ipc.deadline import Deadline
 from tests.ckpt.replication.support import HOST, SECRET, content, send, serving
 from tests.inprocess.coordination.helpers import eventually
 from tests.support import LeakCheck
@@ -34,7 +34,6 @@ def test_a_connection_that_the_holder_has_closed_is_made_again(
         replica = send(server.address, "1", _DATA)
         with closing(_share(server.address, replica)) as share:
             assert share.read(10, 1000) == _DATA[10:1010]
-            assert isinstance(server, TcpServer)
             eventually(lambda: server.connection_count == (0, 0))
             assert share.read(0, _SIZE) == _DATA
 
@@ -72,15 +71,19 @@ class _Counting(TcpTransport):
 
 def test_a_holder_that_does_not_answer_is_waited_for_once(leak_check: LeakCheck) -> None:
     """By all shares of a restore together."""
-    keeper = ReplicaKeeper(0.0)
-    with closing(keeper):
-        address = keeper.admit(HOST, SECRET, None, 1 << 30)
-        os.kill(keeper.pid, signal.SIGSTOP)
+    keeper = Keeper()
+    with ExitStack() as stack:
+        stack.callback(keeper.close, Deadline(20.0))
+        worker = stack.enter_context(closing(ReplicaWorker(keeper, 0.0)))
+        address = worker.admit(HOST, SECRET, None, 1 << 30)
+        eventually(lambda: worker.pid is not None)
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
         transport, failed = _Counting(HOST, SECRET, 0.3), dict[Address, str]()
         shares = [RemoteShare(transport, address, Replica("1", rank, _SIZE, _SIZE), failed) for rank in range(3)]
         for share in shares:
             for _ in range(2):
                 with pytest.raises(DamagedFileError, match="silent for too long"):
                     share.read(0, 10)
-        os.kill(keeper.pid, signal.SIGCONT)
+        os.kill(worker.pid, signal.SIGCONT)
     assert transport.opened == 1

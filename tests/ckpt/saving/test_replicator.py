@@ -17,6 +17,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt.events import Event, SnapshotNotReplicated, SnapshotReplicated, SnapshotStaged
 from ckpt.replication import process
+from ckpt.saving.share import Share
 from tests.ckpt.saving.snapshot_jobs import fresh, is_state_of, train_step
 from tests.support import run_ranks
 
@@ -89,7 +90,7 @@ def test_the_traffic_is_that_of_what_was_staged(tmp_path: Path) -> None:
 
 
 def _replica_process_of(pid: int) -> psutil.Process:
-    (found,) = [child for child in psutil.Process(pid).children() if child.name() == "ckpt-replicas"]
+    (found,) = [child for child in psutil.Process(pid).children(recursive=True) if child.name() == "ckpt-replicas"]
     return found
 
 
@@ -124,6 +125,50 @@ def test_a_replica_process_is_killed(tmp_path: Path) -> None:
     assert {(before, step, right) for before, _, step, right in results} == {(3, 10, True)}
     causes = [event.cause for _, events, _, _ in results for event in events]
     assert any("has ended" in cause for cause in causes)
+
+
+def _killed_where_it_is_needed(rank: int, world_size: int, root: Path) -> list[tuple[int | None, bool, int]]:
+    results = []
+    with _made(root, rank) as checkpointer:
+        state = fresh()
+        checkpointer.restore(state)
+        for last in (3, 6):
+            _train(checkpointer, state, rank, last - 2, last)
+            _until_replicated(checkpointer, last)
+            dist.barrier()
+            if rank < 2:
+                replicas = _replica_process_of(os.getpid())
+                replicas.kill()
+                replicas.wait(10)
+            else:
+                for slot in checkpointer._parts.saver.memory.kept:  # as if their node was lost
+                    Share(slot).clear()
+            dist.barrier()
+            checkpointer.bridge.recover_from_fault(timedelta(seconds=10), rank)
+            step = checkpointer.restore(fresh_state := fresh())
+            results.append((step, is_state_of(fresh_state, rank, last), len(_replica_memory())))
+            dist.barrier()
+    return results
+
+
+def _replica_memory() -> set[int]:
+    """The inodes of the replicas that the processes of this rank hold, or have held."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{child.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{child.pid}/fd/{fd}").startswith("/memfd:ckpt-replica"):
+                        found.add(os.stat(f"/proc/{child.pid}/fd/{fd}").st_ino)
+    return found
+
+
+def test_a_replica_process_is_killed_and_what_it_held_is_restored(tmp_path: Path) -> None:
+    """The keeper has the memory: a new replica process offers it."""
+    for result in run_ranks(_killed_where_it_is_needed, 4, tmp_path / "root"):
+        for (step, right, regions), last in zip(result.value, (3, 6), strict=True):
+            assert (step, right) == (last, True)
+            assert 1 <= regions <= 2
 
 
 def _stopped(rank: int, world_size: int, root: Path) -> tuple[int | None, bool]:

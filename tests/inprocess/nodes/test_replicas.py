@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -149,6 +150,33 @@ def test_a_wrong_byte_in_a_replica(make_lab: MakeLab) -> None:
     assert step <= _replicated(job)
     (job.folder / "pause").unlink()
     _ends_well(job, set(job.ranks_of(2)))
+
+
+def test_a_node_is_lost_after_the_replica_processes_of_the_others_were_killed(make_lab: MakeLab) -> None:
+    """What they held is in the memory of their keepers, and new ones serve it."""
+    lab = make_lab(3)
+    job = _start(lab, 6)
+    _wait(job, lambda: _replicated(job) >= 1)
+    (job.folder / "pause").touch()
+    step = _paused_at(job)
+    job.wait_event(f"replicated {step}", range(6), _SOON_S)
+    killed = [pid for rank in range(4) for pid in job.processes_of(rank) if _name_of(pid) == "ckpt-replicas"]
+    assert len(killed) == 4
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    lab.power_off(2)
+    found = _begun(job, 1, 4)
+    assert _check(found, 4, step) == step
+    assert {each.tier for each in found} == {"memory of another node"}
+    (job.folder / "pause").unlink()
+    _wait(job, partial(_is_replicated_behind, job, step))
+    _ends_well(job, set(job.ranks_of(2)))
+
+
+def _name_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def _training(job: Job, iteration: int, lost: set[int]) -> list[int]:

@@ -3,70 +3,63 @@
     channel to the trainer ──▶ main thread ──▶ Sender (a thread) ══▶ replica process of the holder
                                     └────────▶ server (threads) ◀══▶ replica processes of others
 
-It is started by `process`, with one end of the channel. When its trainer dies it goes on serving for a while: others
-may restore from what it holds. When its trainer leaves, it ends at once. The end of the trainer is seen by its pidfd,
-too: children that it forked may have the channel.
+It is a worker of the keeper, ordered by `process`. When its trainer dies it goes on serving for a while: others may
+restore from what it holds. When its trainer leaves, it ends at once. The end of the trainer is seen by its pidfd, too:
+children that it forked may have the channel. When this process is killed, the keeper has the memory of what it held,
+and the next one goes on with that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import select
-import signal
 import socket
-import sys
 import time
 from collections import deque
 
+from ckpt.keeper.process import let_go_of_terminal
+from ckpt.keeper.worker_memory import WorkerMemory
 from ckpt.replication.control import (
     CODEC,
     Abort,
     Admit,
-    CannotListen,
+    Answer,
     ControlChannel,
     ControlMessage,
     Ended,
-    EndOfList,
-    HeldHere,
     Leave,
     Lend,
-    Lent,
-    Listening,
     ListHeld,
     Retain,
     Send,
-    TakeBack,
 )
-from ckpt.replication.interface import Server
 from ckpt.replication.memory import ReplicaMemory
 from ckpt.replication.replica import Piece, Replica, TransportError
 from ckpt.replication.sender import Sender, Sent, Transfer
 from ckpt.replication.tcp import TcpTransport
+from ckpt.replication.tcp_server import TcpServer
 from inprocess.ipc.packets import Packet
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["ReplicaProcess", "main"]
+__all__ = ["run"]
 
 _log = logging.getLogger("ckpt")
-_PR_SET_NAME = 15
-_NICE = 10  # as a writer
 _WHY_CHARACTERS = 1000
 
 
-class ReplicaProcess:
-    """The loop, in the main thread of the process. `linger_s`: how long it serves without its trainer."""
+class _ReplicaLoop:
+    """The loop, in the main thread of the process."""
 
-    def __init__(self, channel: ControlChannel, trainer: int, linger_s: float) -> None:
-        """`trainer` is a pidfd."""
+    def __init__(self, channel: ControlChannel, kept: WorkerMemory) -> None:
         self._channel = channel
-        self._trainer = trainer
-        self._linger_s = linger_s
-        self._memory = ReplicaMemory(0)
-        self._server: Server | None = None
+        self._kept = kept
+        self._memory = ReplicaMemory(0, kept)
+        self._trainer = -1  # a pidfd, from the first `Admit` on
+        self._linger_s = 0.0
+        self._server: TcpServer | None = None
         self._sender: Sender | None = None
         self._wake = Wakeup()
         self._sent: deque[Sent] = deque()  # filled by the sender's thread
@@ -77,6 +70,9 @@ class ReplicaProcess:
         try:
             if self._serve_trainer():
                 self._linger()
+            else:
+                self._close_transport()
+                self._kept.close()
         finally:
             self._close_transport()
             self._memory.close()
@@ -84,16 +80,12 @@ class ReplicaProcess:
                 region.close()
             self._wake.close()
             self._channel.close()
-            os.close(self._trainer)
+            self._know_trainer(-1)
 
     def _serve_trainer(self) -> bool:
         """Return when the trainer is gone: whether it ended without `Leave`."""
-        poll, trainer = select.poll(), select.poll()
-        poll.register(self._wake, select.POLLIN)
-        for each in (poll, trainer):
-            each.register(self._trainer, select.POLLIN)
         while True:
-            is_dead = bool(trainer.poll(0))  # before the channel is read, so that no message is missed
+            is_dead = self._is_trainer_dead()  # before the channel is read, so that no message is missed
             self._channel.flush()
             try:
                 while (packet := self._channel.receive()) is not None:
@@ -105,12 +97,28 @@ class ReplicaProcess:
             if is_dead:
                 return True
             self._report()
+            poll = select.poll()
+            poll.register(self._wake, select.POLLIN)
             poll.register(self._channel, self._channel.poll_events)
+            if self._trainer >= 0:
+                poll.register(self._trainer, select.POLLIN)
             poll.poll()  # no deadline: the trainer's death ends it
             self._wake.clear()
 
+    def _is_trainer_dead(self) -> bool:
+        poll = select.poll()
+        if self._trainer >= 0:
+            poll.register(self._trainer, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _know_trainer(self, pidfd: int) -> None:
+        known, self._trainer = self._trainer, pidfd
+        if known >= 0:
+            os.close(known)
+
     def _linger(self) -> None:
         """Let others read. What this rank was sending is given up: its trainer is dead."""
+        let_go_of_terminal()
         if self._sender is not None:
             self._sender.abort()
         if self._server is not None:
@@ -125,7 +133,8 @@ class ReplicaProcess:
 
     def _handle(self, packet: Packet[ControlMessage]) -> None:
         match packet.message, packet.fds:
-            case Admit() as admit, ():
+            case Admit() as admit, (pidfd,):
+                self._know_trainer(pidfd)
                 self._channel.send(self._admit(admit))
             case Send() as send, (fd,):
                 self._send(send, SharedMemory(fd, send.replica.nbytes, "ckpt-slot", send.replica.snapshot))
@@ -139,26 +148,24 @@ class ReplicaProcess:
                     self._memory.lend(replica, region)
                 except TransportError:  # what is there was verified on arrival, and serves as well
                     region.close()
-                self._channel.send(Lent(request))
-            case TakeBack(), ():
-                self._memory.take_back()
+                self._channel.send(Answer(request))
             case ListHeld(request), ():
                 self._list_held(request)
             case _:
                 packet.close_fds()
 
-    def _admit(self, admit: Admit) -> ControlMessage:
+    def _admit(self, admit: Admit) -> Answer:
         """Begin to serve, or go on with another secret at another port: who has not got that one is cut off."""
         self._close_transport()
         self._report()
-        self._memory.limit_bytes = admit.limit_bytes
+        self._memory.limit_bytes, self._linger_s = admit.limit_bytes, admit.linger_s
         try:
             transport = TcpTransport(admit.host, admit.secret)
             self._server = transport.serve(self._memory)
         except (OSError, ValueError) as error:
-            return CannotListen(admit.request, f"{admit.host}: {error}"[:_WHY_CHARACTERS])
+            return Answer(admit.request, f"replicas cannot be received at {admit.host}: {error}"[:_WHY_CHARACTERS])
         self._sender = Sender(transport, admit.bandwidth, self._ended)
-        return Listening(admit.request, self._server.address)
+        return Answer(admit.request, address=self._server.address)
 
     def _send(self, send: Send, region: SharedMemory) -> None:
         replica = send.replica
@@ -177,8 +184,8 @@ class ReplicaProcess:
     def _list_held(self, request: int) -> None:
         for replica in self._memory.replicas():
             with contextlib.suppress(TransportError), self._memory.reading(replica) as region:
-                self._channel.send(HeldHere(request, replica), region.fd)
-        self._channel.send(EndOfList(request))
+                self._channel.send(Answer(request, replica=replica), region.fd)
+        self._channel.send(Answer(request))
 
     def _close_transport(self) -> None:
         sender, server, self._sender, self._server = self._sender, self._server, None, None
@@ -188,18 +195,7 @@ class ReplicaProcess:
             server.close()
 
 
-def main(fd: int, trainer: int, linger_s: float) -> None:
-    """Run the process; `fd` is its end of the channel, `trainer` a pidfd."""
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # as writers do: what it holds is for after the end of a trainer
-        signal.signal(ignored, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-replicas", 0, 0, 0)
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
-    ReplicaProcess(ControlChannel(socket.socket(fileno=fd), CODEC), trainer, linger_s).run()
-    with contextlib.suppress(Exception):
-        sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+def run(worker_socket: socket.socket, kept: WorkerMemory) -> None:
+    """Be a replica process, for the trainer at the other end of the socket."""
+    os.chdir("/")
+    _ReplicaLoop(ControlChannel(worker_socket, CODEC), kept).run()
