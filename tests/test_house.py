@@ -35,7 +35,6 @@ SAME_MODULES = {
     "connection": 2,
     "files": 2,
     "leftovers": 2,
-    "meeting": 2,
     "memory": 2,
     "neighbors": 2,
     "phases": 2,

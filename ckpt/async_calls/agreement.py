@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.async_calls.messages import clip
-from ckpt.distributed import collective_device
+from ckpt.ranks.distributed import collective_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

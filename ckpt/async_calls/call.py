@@ -28,8 +28,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import cloudpickle
 
 from ckpt.async_calls.agreement import Agreement, Failure
-from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, RemoteTraceback, WriterError
+from ckpt.ranks.distributed import own_rank
 from inprocess.ipc.interpreter import import_path
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.uncopied import Uncopied

@@ -26,8 +26,8 @@ from ckpt.async_calls.config import WriterConfig, with_priorities
 from ckpt.async_calls.failures import not_closed, not_done, with_note
 from ckpt.async_calls.messages import Event
 from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
-from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
+from ckpt.ranks.distributed import own_rank
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
 from inprocess.ipc.interpreter import interpreter

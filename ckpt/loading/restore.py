@@ -23,12 +23,12 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.events import Restored, RestoreFailed
-from ckpt.loading.all_or_none import Alone, Group, error_class
 from ckpt.loading.candidates import Place, Published, in_order, places, saves_of
 from ckpt.loading.options import RestoreOptions
 from ckpt.loading.restore_step import MemorySource, RestoreReport, restore_step
 from ckpt.loading.step_hold import HeldSource, StepHold
 from ckpt.observing import emit, is_observed, shortened
+from ckpt.ranks.group import Alone, Group, error_class
 from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
 from ckpt.storage.node_packs import NodePacks
@@ -43,7 +43,7 @@ _MAX_REMOVED = 20  # steps that are removed while they are read, before giving u
 class MemoryTier(Protocol):
     """Steps that ranks hold in memory, whether they are published or not."""
 
-    def offer(self, rank: int, gather: Callable[[bytes], list[bytes]]) -> bytes:
+    def offer(self, ranks: Group) -> bytes:
         """Return what this rank can read, for `choose` on all ranks. Collective."""
 
     def choose(self, offers: Sequence[bytes]) -> list[tuple[int, str]]:
@@ -56,7 +56,7 @@ class MemoryTier(Protocol):
     def left(self) -> frozenset[str]:
         """The published saves that training has left, by name: after `choose` the same on all ranks."""
 
-    def open(self, save: str, rank: int, gather: Callable[[bytes], list[bytes]]) -> StepSource:
+    def open(self, save: str, ranks: Group) -> StepSource:
         """Return one of them, to be read. Collective. Raises what it raises on all ranks."""
 
     def check(self, save: str) -> None:
@@ -237,7 +237,7 @@ def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecide
     or if only steps are there that training has left.
     """
     root, mirror, held = tiers.root, tiers.mirror, tiers.memory
-    offer = b"" if held is None else held.offer(ranks.rank, ranks)
+    offer = b"" if held is None else held.offer(ranks)
 
     def look() -> list[Place]:
         if undecided is not None:
@@ -346,7 +346,7 @@ class _InMemory:
     mirror_files: int = 0
 
     def open(self) -> StepSource:
-        return self.tier.open(self.save, self.ranks.rank, self.ranks)
+        return self.tier.open(self.save, self.ranks)
 
     def check(self) -> None:
         self.tier.check(self.save)

@@ -23,7 +23,6 @@ import torch
 
 from ckpt.collection import without_collection
 from ckpt.errors import StateMismatchError
-from ckpt.loading.all_or_none import Alone, Group, Phase, all_or_none
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
@@ -41,6 +40,7 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
+from ckpt.ranks.group import Alone, Group, Phase, all_or_none
 from ckpt.storage.dtypes import torch_dtype_name
 from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.step_source import StepSource

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
 
 __all__ = ["Completion", "value_of"]
 

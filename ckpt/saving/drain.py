@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from ckpt.async_calls import AsyncCallsQueue
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.meeting import named
+from ckpt.ranks.rounds import named
 from ckpt.saving.publish import publish
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId

@@ -27,7 +27,8 @@ from typing import Any
 from ckpt.events import SnapshotNotReplicated, SnapshotReplicated
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.options import Snapshots
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
+from ckpt.ranks.group import Group
 from ckpt.replication.control import Ended
 from ckpt.replication.memory import usable_bytes
 from ckpt.replication.process import ReplicaKeeper
@@ -93,16 +94,17 @@ class Replicator:
 
     # -- ranks come together -------------------------------------------------------------------------------------------
 
-    def meet(self, rank: int, gather: Callable[[bytes], list[bytes]]) -> None:
+    def meet(self, ranks: Group) -> None:
         """Learn the secret of the job, who receives where, and who is whose buddy. Collective.
 
         What fails on this rank is logged; then there are no replicas until the ranks meet again.
         """
         self.forget()
         told = ["", "", self._round.replicated]
-        if rank == 0:  # always a new secret: what belongs to an earlier iteration must not store anything any more
+        if ranks.rank == 0:
+            # Always a new secret: what belongs to an earlier iteration must not store anything any more.
             told[:2] = secrets.token_hex(_SECRET_BYTES), secrets.token_hex(4)
-        answers = [json.loads(answer) for answer in gather(json.dumps(told).encode())]
+        answers = [json.loads(answer) for answer in ranks(json.dumps(told).encode())]
         if len(answers) == 1:
             return
         self._secret, nonce, _ = answers[0]
@@ -113,17 +115,17 @@ class Replicator:
         address = self._listen()
         place = self._options.place or node()
         about = [place, node(), None if address is None else [address.host, address.port]]
-        members = [json.loads(each) for each in gather(json.dumps(about).encode())]
+        members = [json.loads(each) for each in ranks(json.dumps(about).encode())]
         self._addresses = [None if found is None else Address(*found) for _, _, found in members]
         try:
             reached = addresses_of_buddies(
                 self._addresses, [found for found, _, _ in members], [on for _, on, _ in members]
             )
         except ValueError as problem:  # on all ranks
-            if rank == 0:
+            if ranks.rank == 0:
                 self._warn(f"there are none: {problem}")
         else:
-            self._prefix, self._buddy = f"replicas/{nonce}", reached[rank]
+            self._prefix, self._buddy = f"replicas/{nonce}", reached[ranks.rank]
 
     def _start(self) -> None:
         if self._keeper is not None and not self._keeper.alive:

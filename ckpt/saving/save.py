@@ -23,7 +23,7 @@ from ckpt.events import Retained, SnapshotStaged
 from ckpt.lingering.keeping import LingeringMemory
 from ckpt.observing import emit, is_observed
 from ckpt.options import Snapshots
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
 from ckpt.saving.drain import InFlight, drain, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.host_memory import HostLimit
@@ -93,7 +93,7 @@ class Saver:
         if replicas is not None:
             self.replicator = replicator = Replicator(ranks, lambda: self._stager.all_slots, replicas)
             self.snapshots.on_poll = replicator.poll
-            self._stager.on_meet = lambda: replicator.meet(ranks.rank, ranks)
+            self._stager.on_meet = lambda: replicator.meet(ranks)
         self._lingering = lingering
         self._stager.on_resize = self._linger_before_resize
         self._tier = MemoryTier(self.snapshots, self._stager.memory, self.replicator, lingering, self._root.ownership)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.native import RUN
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
 from ckpt.saving.completion import Completion
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.plan_cache import PreparedState

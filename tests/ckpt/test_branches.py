@@ -19,6 +19,7 @@ import ckpt
 import inprocess
 from ckpt import AsyncCallsQueue
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.ranks.store_ranks import StoreRanks
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving import recover, write
 from ckpt.saving.publish import publish
@@ -26,7 +27,6 @@ from ckpt.storage import files, step_reader
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.root import CheckpointRoot
-from ckpt.store_ranks import StoreRanks
 from ckpt.validation import validate
 from inprocess.abort import AbortTorchDistributed
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks

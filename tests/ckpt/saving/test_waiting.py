@@ -16,7 +16,7 @@ import pytest
 import ckpt
 from ckpt.async_calls.context import WriterContext
 from ckpt.errors import CheckpointError, StateError, StorageError
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
 from ckpt.saving import waiting
 from ckpt.saving.task import SaveOptions, WriteTask
 from ckpt.saving.waiting import OrphanedError, Waiting, look_schedule

@@ -1,13 +1,13 @@
-"""Phases of a restore that succeed on all ranks or fail on all, with the same kind of error."""
+"""The interface of the ranks of a job, and phases that succeed on all ranks or fail on all, with one kind of error."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
 
 from ckpt.errors import (
     CheckpointCorruptError,
@@ -20,7 +20,6 @@ from ckpt.errors import (
     StateMismatchError,
     StorageError,
 )
-from ckpt.planning.exchange import Gather
 
 __all__ = ["Alone", "Group", "Phase", "all_or_none", "error_class"]
 
@@ -44,24 +43,39 @@ _KINDS = MappingProxyType(
 """The errors that keep their class when another rank raises them."""
 
 
-class Group(Gather, Protocol):
-    """The ranks of the job and their collectives. See `ckpt.ranks.Ranks`."""
+class Group(ABC):
+    """The ranks of a job as one of them sees them, and their collectives, of bytes. By default: one rank."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process, from 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._world_size
+
+    @abstractmethod
+    def __call__(self, payload: bytes) -> list[bytes]:
+        """Give every rank the payloads of all ranks, by rank. Collective."""
 
     def maximum(self, payload: bytes) -> bytes:
         """Return the largest byte at each position of the payloads of all ranks, which have one size. Collective."""
+        return bytes(map(max, zip(*self(payload), strict=True)))
 
 
-class Alone:
-    """A group of one rank, for a restore without communication."""
+class Alone(Group):
+    """A group of one rank, for a restore without communication. `rank` is that among all ranks of the job."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        super().__init__(rank)
 
     def __call__(self, payload: bytes) -> list[bytes]:
         return [payload]
-
-    def maximum(self, payload: bytes) -> bytes:
-        return payload
 
 
 @dataclass(slots=True)
@@ -74,7 +88,7 @@ class Phase:
 
 
 @contextmanager
-def all_or_none(ranks: Gather, step: int, action: str) -> Iterator[Phase]:
+def all_or_none(ranks: Group, step: int, action: str) -> Iterator[Phase]:
     """Run a block that raises on all ranks if it raises on one, everywhere the same kind of error.
 
     The lowest rank that failed decides the kind. A rank that failed in the same way raises its own error. Collective,
@@ -89,7 +103,7 @@ def all_or_none(ranks: Gather, step: int, action: str) -> Iterator[Phase]:
     _exchange(ranks, step, phase, None)
 
 
-def _exchange(ranks: Gather, step: int, phase: Phase, error: Exception | None) -> None:
+def _exchange(ranks: Group, step: int, phase: Phase, error: Exception | None) -> None:
     """Tell all ranks how the block ended. Raises if another rank failed and this one did not fail in that way."""
     failure = None if error is None else json.dumps([phase.action, type(error).__name__, str(error)]).encode()
     reports = ranks(_FINE + phase.told if failure is None else _FAILED + failure)

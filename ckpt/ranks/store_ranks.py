@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
-from ckpt.meeting import named
+from ckpt.ranks.group import Group
+from ckpt.ranks.rounds import named
 
 __all__ = ["StoreRanks"]
 
@@ -20,12 +21,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _SIZE = struct.Struct("<Q")
 
 
-class StoreRanks:
+class StoreRanks(Group):
     """Rank `rank` of `world_size`, with a part of a `store` for these collectives alone. One thread."""
 
     def __init__(self, rank: int, world_size: int, store: Any, timeout_s: float) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        super().__init__(rank, world_size)
         self._store = store
         self._timeout_s = timeout_s
         self._number = 0
@@ -45,10 +45,6 @@ class StoreRanks:
                 f"{error}",
                 rank=self.rank,
             ) from error
-
-    def maximum(self, payload: bytes) -> bytes:
-        """Return the largest byte at each position of the payloads of all ranks, which have one size. Collective."""
-        return bytes(map(max, zip(*self(payload), strict=True)))
 
     def _gather(self, payload: bytes) -> list[bytes]:
         number, self._number = self._number, self._number + 1

@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
 from tests.support import run_ranks
 
 _TIMEOUT_S = 6.0

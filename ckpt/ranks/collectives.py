@@ -1,7 +1,7 @@
 """The ranks of the job, and the two collectives that checkpoints need, of bytes: an all-gather and a maximum.
 
 Used when a state is planned and when one is restored; never in a training step. The ranks meet before each, with a
-deadline (see `meeting`), so that if one does not arrive the others lose this call and nothing more.
+deadline (see `rounds`), so that if one does not arrive the others lose this call and nothing more.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckpt.distributed import collective_device, torch_distributed
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
-from ckpt.meeting import MeetingError, meet, named
+from ckpt.ranks.distributed import collective_device, torch_distributed
+from ckpt.ranks.group import Group
+from ckpt.ranks.rounds import MeetingError, meet, named
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,7 +34,7 @@ _HEAD = struct.Struct("<QQ")  # the size of a payload, and a checksum of what th
 _MIN_HEAD_BYTES, _MAX_HEAD_BYTES, _ALL_HEADS_BYTES = 80, 1024, 64 << 10
 
 
-class Ranks:
+class Ranks(Group):
     """This rank among all ranks of a process group (the default one if None). Without torch.distributed: one rank.
 
     A process that had a group keeps its rank when that is destroyed, until `forget`: the abort of a restart destroys it
@@ -42,6 +43,7 @@ class Ranks:
     """
 
     def __init__(self, process_group: ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
+        super().__init__()
         self.doing = "a checkpoint operation"
         self._timeout_s = timeout_s
         self._group = process_group

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
-from ckpt.store_ranks import StoreRanks
+from ckpt.ranks.store_ranks import StoreRanks
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt.meeting import MeetingError, meet
+from ckpt.ranks.rounds import MeetingError, meet
 from tests.support import launch_ranks
 
 _LONG_S = 50.0
