@@ -11,7 +11,6 @@ call lies in the memfd that is sent with `Run`, so a packet stays small whatever
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -30,7 +29,6 @@ __all__ = [
     "Run",
     "Spawn",
     "Spawned",
-    "clip",
 ]
 
 
@@ -115,11 +113,3 @@ class Finished:
 Message = Spawn | Spawned | Exited | Attach | Detach | Run | Ready | Event | Finished
 MessageChannel = Channel[Message]
 CODEC: Codec[Message] = Codec(*get_args(Message))
-
-
-def clip(text: str, limit_bytes: int) -> str:
-    """Return `text`, without its middle if its JSON form is longer than `limit_bytes`."""
-    while (length := len(json.dumps(text))) > limit_bytes:
-        keep = len(text) * (limit_bytes - 32) // length // 2
-        text = text[:keep] + "\n[... cut ...]\n" + text[-keep:]
-    return text

@@ -38,8 +38,8 @@ from ckpt.async_calls.messages import (
     Ready,
     Run,
     Spawn,
-    clip,
 )
+from ckpt.ranks.failure import clip
 from inprocess.ipc.packets import Packet
 from inprocess.ipc.shared_memory import SharedMemory
 

@@ -1,46 +1,28 @@
-"""The interface of the ranks of a job, and phases that succeed on all ranks or fail on all, with one kind of error."""
+"""The interface of the ranks of a job, and phases that succeed on all or fail on all, with the same kind of error."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from typing import Any
 
-from ckpt.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    CheckpointTimeoutError,
-    CheckpointUnreachableError,
-    FormatVersionError,
-    StateError,
-    StateMismatchError,
-    StorageError,
-)
+from ckpt.ranks.failure import Failure
 
-__all__ = ["Alone", "Group", "Phase", "all_or_none", "error_class"]
+__all__ = ["Alone", "Group", "Phase"]
 
 _FINE, _FAILED = b"+", b"-"
 
-_KINDS = MappingProxyType(
-    {
-        kind.__name__: kind
-        for kind in (
-            CheckpointCorruptError,
-            CheckpointNotFoundError,
-            CheckpointTimeoutError,
-            CheckpointUnreachableError,
-            FormatVersionError,
-            StateError,
-            StateMismatchError,
-            StorageError,
-        )
-    }
-)
-"""The errors that keep their class when another rank raises them."""
+
+@dataclass(slots=True)
+class Phase:
+    """What a rank does, for messages; what it tells the others at the end, and then what all have told, by rank."""
+
+    action: str
+    told: bytes = b""
+    answers: list[bytes] = field(default_factory=list)
 
 
 class Group(ABC):
@@ -67,6 +49,40 @@ class Group(ABC):
         """Return the largest byte at each position of the payloads of all ranks, which have one size. Collective."""
         return bytes(map(max, zip(*self(payload), strict=True)))
 
+    def outcomes(self, own: bytes | Failure) -> list[bytes | Failure]:
+        """Give every rank what each has to tell, or why it failed, by rank. Collective."""
+        answers = self(_FAILED + own.to_bytes() if isinstance(own, Failure) else _FINE + own)
+        return [Failure.from_bytes(answer[1:]) if answer.startswith(_FAILED) else answer[1:] for answer in answers]
+
+    @contextmanager
+    def all_or_none(self, action: str, step: int | None = None) -> Iterator[Phase]:
+        """Run a block that raises on all ranks if it raises on one, everywhere the same kind of error.
+
+        The lowest rank that failed decides the kind. A rank that failed in the same way raises its own error.
+        Collective, one all-gather, except for an exception that is no `Exception`, such as an interrupt: that leaves
+        the block at once. `action` and `step` say what is done, for messages.
+        """
+        phase = Phase(action)
+        try:
+            yield phase
+        except Exception as error:
+            what = phase.action if step is None else f"{phase.action} step {step}"
+            own = Failure.of(error, self.rank, what)
+            first = next(each for each in self.outcomes(own) if isinstance(each, Failure))
+            if first.error_class is own.error_class:  # callers decide by the class how they go on
+                raise
+            raise first.error(first.report, step=step) from error
+        for each in self.outcomes(phase.told):
+            if isinstance(each, Failure):
+                raise each.error(each.report, step=step)
+            phase.answers.append(each)
+
+    def result_of_first(self, action: str, run: Callable[[], Any]) -> Any:
+        """Call `run` on all ranks and return the result of rank 0, which is JSON; see `all_or_none`. Collective."""
+        with self.all_or_none(action) as phase:
+            phase.told = json.dumps(run()).encode()
+        return json.loads(phase.answers[0])
+
 
 class Alone(Group):
     """A group of one rank, for a restore without communication. `rank` is that among all ranks of the job."""
@@ -76,48 +92,3 @@ class Alone(Group):
 
     def __call__(self, payload: bytes) -> list[bytes]:
         return [payload]
-
-
-@dataclass(slots=True)
-class Phase:
-    """What a rank does, for messages; what it tells the others at the end, and then what all have told, by rank."""
-
-    action: str
-    told: bytes = b""
-    answers: list[bytes] = field(default_factory=list)
-
-
-@contextmanager
-def all_or_none(ranks: Group, step: int, action: str) -> Iterator[Phase]:
-    """Run a block that raises on all ranks if it raises on one, everywhere the same kind of error.
-
-    The lowest rank that failed decides the kind. A rank that failed in the same way raises its own error. Collective,
-    one all-gather, except for an exception that is no `Exception`, such as an interrupt: that leaves the block at once.
-    """
-    phase = Phase(action)
-    try:
-        yield phase
-    except Exception as error:
-        _exchange(ranks, step, phase, error)
-        raise
-    _exchange(ranks, step, phase, None)
-
-
-def _exchange(ranks: Group, step: int, phase: Phase, error: Exception | None) -> None:
-    """Tell all ranks how the block ended. Raises if another rank failed and this one did not fail in that way."""
-    failure = None if error is None else json.dumps([phase.action, type(error).__name__, str(error)]).encode()
-    reports = ranks(_FINE + phase.told if failure is None else _FAILED + failure)
-    failed = next((rank for rank, report in enumerate(reports) if report.startswith(_FAILED)), None)
-    if failed is None:
-        phase.answers = [report[len(_FINE) :] for report in reports]
-        return
-    action, name, text = json.loads(reports[failed][len(_FAILED) :])
-    if error is not None and type(error).__name__ == name:
-        return
-    message = f"rank {failed} could not {action} step {step}: {name}: {text}"
-    raise error_class(name)(message, rank=failed, step=step) from error
-
-
-def error_class(name: str) -> type[CheckpointError]:
-    """Return the class for an error of another rank, given by the name of its class there."""
-    return _KINDS.get(name, CheckpointError)

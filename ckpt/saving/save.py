@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +22,7 @@ from ckpt.lingering.keeping import LingeringMemory
 from ckpt.observing import emit, is_observed
 from ckpt.options import Snapshots
 from ckpt.ranks.collectives import Ranks
+from ckpt.ranks.failure import Failure
 from ckpt.saving.drain import InFlight, drain, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.host_memory import HostLimit
@@ -43,7 +42,6 @@ from ckpt.staging.arena import SlotState
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.outcomes import Reason
 from ckpt.storage.ownership import ClaimLease
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.process import Process
@@ -419,10 +417,8 @@ class Saver:
         if save is None or not save.owner or self._ranks.world_size == 1:
             return
         self._in_flight.pop(save, None)
-        text = "".join(traceback.format_exception(error))
         with contextlib.suppress(CheckpointError):  # then their own wait times out
-            reason = Reason(self._ranks.rank, type(error).__name__, str(error), text)
-            self._root.pending_save(save).abandon(reason)
+            self._root.pending_save(save).abandon(Failure.of(error, self._ranks.rank))
 
     def _release(self, *, done: bool) -> None:
         """Record in the root that this trainer does not use it any more; nor do its writers, if all is `done`."""
@@ -508,13 +504,12 @@ class Saver:
     def _on_begun(self, at_ns: int) -> CallTimer | None:
         return self.timers.begin(at_ns, self._ranks.rank)
 
-    def _first_reason(self, save: SaveId, reason: Reason) -> Reason:
+    def _first_reason(self, save: SaveId, reason: Failure) -> Failure:
         """Return why a save is abandoned, the same on all ranks: what the first rank said that knew it."""
         if self._ranks.world_size == 1:
             return reason
-        text = json.dumps(reason.to_document()) if reason.is_known else None
-        first = self._ranks.tell_first(save.name, text)
-        return reason if first is None else Reason.from_document(json.loads(first))
+        first = self._ranks.tell_first(save.name, reason.to_bytes().decode() if reason.is_known else None)
+        return reason if first is None else Failure.from_bytes(first)
 
     def _removed(self, report: StepsRemoved) -> None:
         if is_observed():
