@@ -29,7 +29,6 @@ ROLES = {"errors", "events", "interface", "messages", "options", "settings"}
 # Other names of modules that several packages have, and how many.
 SAME_MODULES = {
     "background": 2,
-    "completion": 2,
     "config": 2,
     "connection": 2,
     "files": 2,
@@ -56,7 +55,6 @@ SAME_CLASSES = {
     "Attach": 2,
     "Change": 2,
     "Claim": 2,
-    "Completion": 2,
     "Contents": 2,
     "Deadline": 2,
     "DistributedAsyncCaller": 2,
@@ -67,7 +65,6 @@ SAME_CLASSES = {
     "Leaf": 2,
     "Leave": 2,
     "MaxActiveWorldSize": 2,
-    "MeetingError": 2,
     "MemoryTier": 2,
     "Owner": 2,
     "Phase": 2,

@@ -429,7 +429,7 @@ class Saver:
     def _decided(self, save: SaveId) -> None:
         self._in_flight.pop(save, None)
         if self._listening and self._ranks.rank == COORDINATOR:
-            self._ranks.announce(save.name)
+            self._ranks.tell_first(f"decided/{save.name}", "1")
         if self._closed and not self._in_flight:  # of a shared queue, which stays open
             self._release(done=True)
 
@@ -449,7 +449,7 @@ class Saver:
             self._listened_for, self._listen_at = save, 0.0
         if now >= self._listen_at and save is not None and self._ranks.rank != COORDINATOR:
             pause_s = max(_LISTEN_S, self._ranks.world_size / _LISTENS_PER_S)
-            if self._ranks.has_announced(save.name):
+            if self._ranks.tell_first(f"decided/{save.name}", None) is not None:
                 self._queue.nudge()
                 pause_s = max(_NUDGED_S, pause_s)
             self._listen_at = now + pause_s

@@ -19,8 +19,8 @@ import ckpt
 import inprocess
 from ckpt import AsyncCallsQueue
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.ranks.collectives import StoreRanks
 from ckpt.ranks.failure import Failure
-from ckpt.ranks.store_ranks import StoreRanks
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving import recover, write
 from ckpt.saving.publish import publish

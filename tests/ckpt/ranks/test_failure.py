@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ckpt import errors
 from ckpt.errors import CheckpointCorruptError, CheckpointError, RemoteTraceback, StateError, StorageError
 from ckpt.planning.tensors import MetaTensorError
+from ckpt.ranks.collectives import StoreRanks
 from ckpt.ranks.failure import Failure
 from ckpt.ranks.group import Alone, Group
-from ckpt.ranks.store_ranks import StoreRanks
 
 _LONG_S = 30.0
 _CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, CheckpointError)]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.ranks.store_ranks import StoreRanks
+from ckpt.ranks.collectives import StoreRanks
 from ckpt.saving import snapshots
 from ckpt.saving.share import Share
 from inprocess.ipc.shared_memory import SharedMemory
