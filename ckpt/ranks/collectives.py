@@ -49,7 +49,7 @@ class Ranks(Group):
         self._timeout_s = timeout_s
         self._group = process_group
         self._last: tuple[int, int] | None = None  # rank and world size, when `rank` was asked for
-        self._told: deque[Round] = deque()
+        self._told: deque[str] = deque()
 
     @property
     def rank(self) -> int:
@@ -163,9 +163,9 @@ class Ranks(Group):
             return told.decision
         first = told.decide(text)
         if first == text:
-            self._told.append(told)
+            self._told.append(name)
             while len(self._told) > _TOLD:
-                self._told.popleft().delete()
+                Round(store, f"told/{self._told.popleft()}", self.world_size).delete()
         return first
 
     def in_store(self, ask: Callable[[Any], _T], otherwise: _T) -> _T:

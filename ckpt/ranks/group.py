@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,8 +24,8 @@ class Phase:
     answers: list[bytes] = field(default_factory=list)
 
 
-class Group(ABC):
-    """The ranks of a job as one of them sees them, and their collectives, of bytes. By default: one rank."""
+class Group:
+    """The ranks of a job as one of them sees them, and their collectives, of bytes: without a subclass, of one rank."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self._rank, self._world_size = rank, world_size
@@ -41,9 +40,9 @@ class Group(ABC):
         """The number of ranks."""
         return self._world_size
 
-    @abstractmethod
     def __call__(self, payload: bytes) -> list[bytes]:
         """Give every rank the payloads of all ranks, by rank. Collective."""
+        return [payload]
 
     def maximum(self, payload: bytes) -> bytes:
         """Return the largest byte at each position of the payloads of all ranks, which have one size. Collective."""
@@ -89,6 +88,3 @@ class Alone(Group):
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-
-    def __call__(self, payload: bytes) -> list[bytes]:
-        return [payload]
