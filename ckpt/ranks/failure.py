@@ -39,7 +39,9 @@ class Failure:
         """Return the failure with this error, at most some KB. The traceback is that of the process that raised it."""
         kind = type(error).__name__
         if isinstance(error, CheckpointError):  # a class of `ckpt.errors`, which other ranks can raise
-            kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in errors.__all__)
+            kind = next(base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__)
+        elif kind in errors.__all__:  # another class with the same name
+            kind = f"{type(error).__module__}.{kind}"
         cause = error.__cause__
         lines = [cause.text] if isinstance(cause, RemoteTraceback) else traceback.format_exception(error)
         message, trace = clip(str(error), _MESSAGE_BYTES), clip("".join(lines), _TRACEBACK_BYTES)

@@ -43,7 +43,16 @@ def test_an_error_of_a_class_that_is_not_public_is_of_the_public_one_that_it_der
     assert (failure.kind, failure.error_class) == ("StateError", StateError)
 
 
-@pytest.mark.parametrize("error", [ValueError("9"), RemoteTraceback("9"), KeyboardInterrupt(), CheckpointError("9")])
+def test_a_class_with_the_name_of_one_of_ckpt_is_not_taken_for_that() -> None:
+    """Else the other ranks could go on with an older step, and this one not."""
+    foreign = type("StorageError", (OSError,), {"__module__": "blobs"})
+    failure = Failure.of(foreign("the service is busy"), 0)
+    assert (failure.error_class, failure.text) == (CheckpointError, "blobs.StorageError: the service is busy")
+    derived = type("StorageError", (StateError,), {"__module__": "blobs"})
+    assert Failure.of(derived("x"), 0).error_class is StateError
+
+
+@pytest.mark.parametrize("error", [ValueError("9"), KeyboardInterrupt(), CheckpointError("9")])
 def test_an_error_of_another_class_is_a_checkpoint_error_elsewhere(error: BaseException) -> None:
     failure = Failure.of(error, 0)
     assert failure.kind == type(error).__name__
