@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ckpt.options import Snapshots, Staging
     from ckpt.planning.state_dict import PerRank, RngState
     from ckpt.preemption import PreemptionWatcher
-    from ckpt.ranks import Ranks
+    from ckpt.ranks.collectives import Ranks
     from ckpt.saving.retention import Best, Every, EverySeconds, Keep, Latest, Pinned
     from ckpt.saving.scheduled import wait_until_written
     from ckpt.values.registry import Unregistered, register_encoder
@@ -116,7 +116,7 @@ _LAZY = {
     "Staging": "ckpt.options",
     "PerRank": "ckpt.planning.state_dict",
     "PreemptionWatcher": "ckpt.preemption",
-    "Ranks": "ckpt.ranks",
+    "Ranks": "ckpt.ranks.collectives",
     "RngState": "ckpt.planning.state_dict",
     "Unregistered": "ckpt.values.registry",
     "register_encoder": "ckpt.values.registry",

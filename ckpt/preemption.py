@@ -6,7 +6,7 @@
                                 watch thread ──▶ end of the process, when the grace is over
 
 Each thread does one thing, so that a store or a file system that does not answer delays nothing else; above all not the
-end of the process. `stop_agreement` has the rules by which the ranks agree, `signal_pipe` the way of a signal.
+end of the process. `ranks/stop.py` has the rules by which the ranks agree, `signal_pipe` the way of a signal.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
 from ckpt.arguments import duration
-from ckpt.distributed import torch_distributed
 from ckpt.errors import CheckpointError
+from ckpt.ranks.distributed import torch_distributed
+from ckpt.ranks.stop import Outcome, StopAgreement, StopRequest
 from ckpt.signal_pipe import SignalPipe, signal_name
-from ckpt.stop_agreement import Outcome, StopAgreement, StopRequest
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.uncopied import Uncopied
 

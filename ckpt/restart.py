@@ -32,7 +32,7 @@ from ckpt.arguments import duration
 from ckpt.checkpointer import Checkpointer
 from ckpt.events import Restarted
 from ckpt.observing import emit, is_observed, shortened
-from ckpt.store_ranks import StoreRanks
+from ckpt.ranks.collectives import StoreRanks
 from inprocess.abort import Abort
 from inprocess.finalize import Finalize
 from inprocess.initialize import Initialize

@@ -14,8 +14,8 @@ import ckpt
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Unit of ckpt (module or subpackage) -> the units it may import besides itself.
-FOUNDATION = {"arguments", "distributed", "errors", "events", "observing"}
-BASE = FOUNDATION | {"collection", "meeting", "native", "paths", "progress", "ranks", "values"}
+FOUNDATION = {"arguments", "errors", "events", "observing", "ranks"}
+BASE = FOUNDATION | {"collection", "native", "paths", "progress", "values"}
 SIBLINGS = {"planning", "storage", "staging"}
 PIPELINES = {"saving", "loading"}
 ALLOWED: dict[str, set[str]] = {
@@ -24,17 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "events": set(),
     "observing": {"events"},
     "collection": set(),
-    "distributed": set(),
     "native": set(),
     "paths": {"errors"},
-    "meeting": set(),
     "progress": set(),
-    "ranks": {"distributed", "errors", "meeting"},
-    "store_ranks": {"errors", "meeting"},
+    "ranks": {"errors"},
     "values": {"errors", "paths"},
     "signal_pipe": set(),
-    "stop_agreement": set(),
-    "preemption": FOUNDATION | {"signal_pipe", "stop_agreement"},
+    "preemption": FOUNDATION | {"signal_pipe"},
     "keeper": set(),  # it forks workers by name, and keeps memory without reading it
     "async_calls": FOUNDATION | {"keeper"},  # it runs any function and knows nothing of checkpoints
     "replication": {"errors", "keeper", "native"},  # it moves bytes, and knows nothing of checkpoints
@@ -49,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "mirroring": BASE | SIBLINGS | PIPELINES | {"keeper", "validation"},
     "engine": BASE | SIBLINGS | {"async_calls", "exporting", "keeper", "mirroring", "options"} | PIPELINES,
     "checkpointer": BASE | SIBLINGS | {"async_calls", "engine", "exporting", "mirroring", "options"} | PIPELINES,
-    "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "store_ranks", "validation"} | PIPELINES,
+    "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "validation"} | PIPELINES,
 }
 ALLOWED["sinks"] = {"events", "observing"}  # they know of nothing else
 ALLOWED["integrations"] = set()  # the topmost layer: nothing may import an adapter, and it has public names only

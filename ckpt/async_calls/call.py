@@ -18,7 +18,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 import types
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +26,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import cloudpickle
 
-from ckpt.async_calls.agreement import Agreement, Failure
-from ckpt.distributed import own_rank
-from ckpt.errors import CheckpointError, RemoteTraceback, WriterError
+from ckpt.errors import CheckpointError, WriterError
+from ckpt.ranks.collectives import Ranks
+from ckpt.ranks.distributed import own_rank
+from ckpt.ranks.failure import Failure
 from inprocess.ipc.interpreter import import_path
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.uncopied import Uncopied
@@ -127,7 +127,7 @@ class AsyncRequest(NamedTuple):
         one all_reduce compares `call_idx`. RuntimeError, and no finalize function runs, if ranks have different ones.
         """
         if validate_matching_call_idx and own_rank() is not None:
-            smallest, minus_largest = Agreement(None).minimum(self.call_idx, -self.call_idx)
+            smallest, minus_largest = Ranks().minimum(self.call_idx, -self.call_idx)
             if smallest != -minus_largest:
                 raise RuntimeError(
                     f"ranks finalize different calls: their indices are {smallest} to {-minus_largest}, "
@@ -261,25 +261,21 @@ class Call(Uncopied):
             chosen.__cause__ = error.__cause__ or error
         self.error = chosen
 
-    def own_failure(self) -> Failure | None:
-        """Return why it failed here, for the other ranks; None if it did not."""
+    def fail_on_all(self, ranks: Ranks) -> None:
+        """Fail, as the call failed on some ranks, which may or may not include this one. Collective."""
+        ranks.doing = f"the failure of background call {self.index}"
+        own = b"" if self.error is None else Failure.of(self.error, own_rank())
+        failures = [each for each in ranks.outcomes(own) if isinstance(each, Failure)]
+        failed = [failure.rank for failure in failures]
         if self.error is None:
-            return None
-        return Failure(f"{type(self.error).__name__}: {self.error}", "".join(traceback.format_exception(self.error)))
-
-    def take_failures(self, failures: dict[int, Failure]) -> None:
-        """Fail, as the call failed on these ranks, which may or may not include this one."""
-        ranks = sorted(failures)
-        if self.error is None:
-            first = failures[ranks[0]]
-            others = f" (of ranks {ranks})" if len(ranks) > 1 else ""
-            message = f"background call {self.index} failed on rank {ranks[0]}{others}: {first.message}"
-            error = WriterError(message, rank=ranks[0])
-            error.__cause__ = RemoteTraceback(first.traceback)
+            first = failures[0]
+            others = f" (of ranks {failed})" if len(failed) > 1 else ""
+            message = f"background call {self.index} failed on rank {first.rank}{others}: {first.text}"
+            error = first.error(message, WriterError)
             self.abandon(error)
             self.error = self.error or error  # it failed elsewhere, whatever was done here
-        elif len(ranks) > 1:
-            self.error.add_note(f"the call failed on ranks {ranks}")
+        elif len(failed) > 1:
+            self.error.add_note(f"the call failed on ranks {failed}")
 
 
 def _run_all(fns: deque[Callable[[], Any]]) -> Exception | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointTimeoutError
+from ckpt.ranks.distributed import own_rank
 
 __all__ = ["not_closed", "not_done", "with_note"]
 

@@ -9,7 +9,6 @@ call lies in the memfd that is sent with `Run`, so a packet stays small whatever
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -25,7 +24,6 @@ __all__ = [
     "MessageChannel",
     "Ready",
     "Run",
-    "clip",
 ]
 
 
@@ -84,11 +82,3 @@ class Finished:
 Message = Attach | Detach | Run | Ready | Event | Finished
 MessageChannel = Channel[Message]
 CODEC: Codec[Message] = Codec(*get_args(Message))
-
-
-def clip(text: str, limit_bytes: int) -> str:
-    """Return `text`, without its middle if its JSON form is longer than `limit_bytes`."""
-    while (length := len(json.dumps(text))) > limit_bytes:
-        keep = len(text) * (limit_bytes - 32) // length // 2
-        text = text[:keep] + "\n[... cut ...]\n" + text[-keep:]
-    return text

@@ -19,16 +19,16 @@ from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ckpt.async_calls.agreement import Agreement
 from ckpt.async_calls.call import AsyncRequest, Call
 from ckpt.async_calls.compatible import WarmupPersistentCaller, remember
 from ckpt.async_calls.config import WriterConfig, with_priorities
 from ckpt.async_calls.failures import not_closed, not_done, with_note
 from ckpt.async_calls.messages import Event
 from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
-from ckpt.distributed import own_rank
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from ckpt.keeper.client import Keeper
+from ckpt.ranks.collectives import Ranks
+from ckpt.ranks.distributed import own_rank
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
 from inprocess.ipc.interpreter import interpreter
@@ -86,7 +86,7 @@ class AsyncCallsQueue(Uncopied):
         if num_writers < 1:
             raise ValueError(f"num_writers must be at least 1, not {num_writers}")
         self._config = with_priorities(config if config is not None else WriterConfig(), cpu_priority, io_priority)
-        self._agreement = Agreement(process_group)
+        self._ranks = Ranks(process_group, timeout_s)
         self._timeout_s = timeout_s
         self._origin = Origin()
         self._pending: deque[Call] = deque()  # in order of index, without gaps
@@ -187,7 +187,7 @@ class AsyncCallsQueue(Uncopied):
             self._wait_until_settled(deadline, stop_at_failure=not distributed)
         settled, failed = self._leading()
         if distributed:
-            settled, failed = self._agreement.minimum(settled, failed)
+            settled, failed = self._ranks.minimum(settled, failed)
         finalized, error = self._finalize_before(min(settled, failed))
         if failed < settled:
             error = self._drop_first(distributed, error)
@@ -432,7 +432,7 @@ class AsyncCallsQueue(Uncopied):
         """Remove the first call, which failed here or on another rank; return the error to raise."""
         call = self._pending.popleft()
         if distributed:
-            call.take_failures(self._agreement.exchange(call.own_failure()))
+            call.fail_on_all(self._ranks)
         assert call.error is not None
         return with_note(call.error, finalize_error)
 

@@ -36,8 +36,8 @@ from ckpt.async_calls.messages import (
     MessageChannel,
     Ready,
     Run,
-    clip,
 )
+from ckpt.ranks.failure import clip
 from inprocess.ipc.packets import Packet
 from inprocess.ipc.shared_memory import SharedMemory
 

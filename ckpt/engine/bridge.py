@@ -11,8 +11,8 @@ from ckpt.engine.closing import Closing
 from ckpt.engine.parts import Parts
 from ckpt.engine.phases import Phase, Phases
 from ckpt.engine.restores import Restores
-from ckpt.loading.all_or_none import Group
 from ckpt.loading.restore_step import RestoreReport
+from ckpt.ranks.group import Group
 
 __all__ = ["RestartBridge"]
 

@@ -16,7 +16,7 @@ from ckpt.loading.restore import Tiers
 from ckpt.mirroring.background import BackgroundMirror
 from ckpt.options import Snapshots
 from ckpt.planning.chunk_grid import GridOptions
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
 from ckpt.saving.retention import Retention
 from ckpt.saving.save import Saver
 from ckpt.saving.stage import StagingOptions

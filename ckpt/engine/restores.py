@@ -16,11 +16,11 @@ from typing import Any
 
 from ckpt.engine.parts import Parts
 from ckpt.errors import StorageError
-from ckpt.loading.all_or_none import Alone, Group
 from ckpt.loading.candidates import saves_of
 from ckpt.loading.options import RestoreOptions
 from ckpt.loading.restore import Undecided, candidates, restore
 from ckpt.loading.restore_step import RestoreReport
+from ckpt.ranks.group import Alone, Group
 from ckpt.saving.recover import Branch, recover_for_restore
 from ckpt.saving.scheduled import wait_for_program, wait_for_step
 from ckpt.storage.interface import Root

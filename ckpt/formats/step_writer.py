@@ -27,6 +27,7 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.save_plan import make_save_plan
+from ckpt.ranks.failure import Failure
 from ckpt.saving.layout import RankLayout, make_layout
 from ckpt.saving.task import PlannedFile, SaveOptions, WritePlan, WriteTask
 from ckpt.saving.write import ShareWriter
@@ -34,7 +35,7 @@ from ckpt.staging.copy_table import CopyOp
 from ckpt.storage.chunk_layout import in_pages
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
-from ckpt.storage.outcomes import Abandoned, Reason
+from ckpt.storage.outcomes import Abandoned
 from ckpt.values.codec import encode_value
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
@@ -69,7 +70,7 @@ def write_step(state: LazyState, root: Root, step: int, token: int, progress: Ca
             raise CheckpointError(outcome.reason.message if isinstance(outcome, Abandoned) else str(error)) from None
         except BaseException as error:
             if pending.intent() is not None:
-                pending.abandon(Reason(0, type(error).__name__, str(error)))
+                pending.abandon(Failure.of(error, 0))
                 pending.root.clean()
             raise
     return root.source_of(step).path

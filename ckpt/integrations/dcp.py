@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 import ckpt
 from ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, StateError, StateMismatchError
 from ckpt.formats.dcp_writer import DCP_VERSION
-from ckpt.integrations.dcp_leaves import Contents, Leaves, contents_of, flat_state, leaves_of, nbytes_of
+from ckpt.integrations.dcp_leaves import Contents, contents_of, flat_state, leaves_of, nbytes_of
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.lazy import Checkpoint
@@ -212,22 +212,18 @@ class Writer(StorageWriter):
 
     def _state(self, plan: SavePlan, planner: SavePlanner) -> FlatState:
         """Return the leaves that this rank saves. Collective; StateError on all ranks if any cannot store an item."""
-        own, problem = Leaves(), None
-        try:
-            with torch.no_grad():
-                own = leaves_of(plan, planner, self._string_keys)
-        except Exception as error:
-            problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        told = {"problem": problem, **own.to_document()}
         ranks = self._ranks
         ranks.doing = f"the save of step {self._step} through DCP"
-        answers = [json.loads(answer) for answer in ranks(json.dumps(told).encode())]
-        for rank, answer in enumerate(answers):
-            if answer["problem"] is not None:
-                raise StateError(
-                    f"rank {rank} cannot store its part, nothing was written: {answer['problem']}", rank=rank
-                )
-        return flat_state(own, answers, ranks.rank)
+        with ranks.all_or_none(f"save step {self._step} through DCP") as phase:
+            try:
+                with torch.no_grad():
+                    own = leaves_of(plan, planner, self._string_keys)
+            except Exception as error:
+                problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                text = f"rank {ranks.rank} cannot store its part, nothing was written: {problem}"
+                raise StateError(text, rank=ranks.rank) from error
+            phase.told = json.dumps(own.to_document()).encode()
+        return flat_state(own, [json.loads(answer) for answer in phase.answers], ranks.rank)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

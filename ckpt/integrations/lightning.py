@@ -41,7 +41,6 @@ from ckpt.integrations.lightning_names import (
     root_of,
     write_name,
 )
-from ckpt.integrations.lightning_ranks import together
 
 try:
     from lightning.pytorch.plugins.io import CheckpointIO
@@ -211,7 +210,7 @@ class CkptIO(CheckpointIO):
             own = located(path)
             return own, self._directory(root_of(own), ranks).prepare(own, global_step)
 
-        where, step = prepare() if ranks is None else together(ranks, prepare)
+        where, step = prepare() if ranks is None else ranks.result_of_first("begin a save", prepare)
         name = os.path.basename(where)
         about = {"name": name, "epoch": checkpoint.get("epoch"), "global_step": global_step}
         directory = self._directory(root_of(where), ranks)
@@ -239,7 +238,7 @@ class CkptIO(CheckpointIO):
                     reader.recover()
             return newest(path)
 
-        found = together(ranks, find)
+        found = ranks.result_of_first("find a checkpoint", find)
         return None if found is None else (found[0], found[1])
 
     def _directory(self, root: str, ranks: ckpt.Ranks | None) -> _Directory:

@@ -18,15 +18,13 @@ Neither Megatron nor nvidia_resiliency_ext is imported. Nothing here imports tor
 
 from __future__ import annotations
 
-import json
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import ckpt
-from ckpt import CheckpointError, WriterConfig
+from ckpt import WriterConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,9 +37,6 @@ __all__ = [
     "PersistentAsyncCaller",
     "TemporalAsyncCaller",
 ]
-
-
-_MESSAGE_CHARS, _TRACEBACK_CHARS = 1024, 2560  # of an error, for the other ranks
 
 
 class AsyncRequest(NamedTuple):
@@ -69,20 +64,10 @@ class AsyncRequest(NamedTuple):
         All ranks must call it together where torch.distributed is initialized: one small collective. Raises what the
         function raises, and on the other ranks CheckpointError; then no rank has finalized anything.
         """
-        own: Exception | None = None
-        try:
-            _core(self)._replace(finalize_fns=[]).execute_sync()
-        except Exception as error:
-            own = error
         ranks = ckpt.Ranks()
         ranks.doing = "a request of Megatron-LM that runs here and now"
-        failures = ranks(b"" if own is None else json.dumps(_described(own)).encode())
-        if own is not None:
-            raise own
-        for rank, failure in enumerate(failures):
-            if failure:
-                message, trace = json.loads(failure)
-                raise CheckpointError(f"rank {rank} failed: {message}", rank=rank) from ckpt.RemoteTraceback(trace)
+        with ranks.all_or_none("run a request of Megatron-LM"):
+            _core(self)._replace(finalize_fns=[]).execute_sync()
         self.execute_finalize_fns(validate_matching_call_idx=False)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
@@ -261,11 +246,6 @@ class DistributedAsyncCaller(_Caller):
     ) -> None:
         """Start the call in the background."""
         self._queue.schedule_async_request(AsyncRequest(async_fn, save_args, [], save_kwargs))
-
-
-def _described(error: Exception) -> tuple[str, str]:
-    """Return the description of an error for the other ranks: the message, and the end of the traceback."""
-    return repr(error)[:_MESSAGE_CHARS], "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
 
 
 def _core(request: Any) -> ckpt.AsyncRequest:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.errors import CheckpointNotFoundError
-from ckpt.loading.all_or_none import Alone, Group
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.loading.options import RestoreOptions
 from ckpt.loading.stored_tree import StoredTree, described
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, ValueLeaf
+from ckpt.ranks.group import Alone, Group
 from ckpt.storage.dtypes import torch_dtype
 from ckpt.values.codec import encode_value, resolve, unregistered_in
 from ckpt.values.containers import Container

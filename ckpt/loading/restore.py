@@ -23,12 +23,12 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.events import Restored, RestoreFailed
-from ckpt.loading.all_or_none import Alone, Group, error_class
 from ckpt.loading.candidates import Place, Published, in_order, places, saves_of
 from ckpt.loading.options import RestoreOptions
 from ckpt.loading.restore_step import MemorySource, RestoreReport, restore_step
 from ckpt.loading.step_hold import HeldSource, StepHold
 from ckpt.observing import emit, is_observed, shortened
+from ckpt.ranks.group import Alone, Group
 from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
 from ckpt.storage.node_packs import NodePacks
@@ -43,7 +43,7 @@ _MAX_REMOVED = 20  # steps that are removed while they are read, before giving u
 class MemoryTier(Protocol):
     """Steps that ranks hold in memory, whether they are published or not."""
 
-    def offer(self, rank: int, gather: Callable[[bytes], list[bytes]]) -> bytes:
+    def offer(self, ranks: Group) -> bytes:
         """Return what this rank can read, for `choose` on all ranks. Collective."""
 
     def choose(self, offers: Sequence[bytes]) -> list[tuple[int, str]]:
@@ -56,7 +56,7 @@ class MemoryTier(Protocol):
     def left(self) -> frozenset[str]:
         """The published saves that training has left, by name: after `choose` the same on all ranks."""
 
-    def open(self, save: str, rank: int, gather: Callable[[bytes], list[bytes]]) -> StepSource:
+    def open(self, save: str, ranks: Group) -> StepSource:
         """Return one of them, to be read. Collective. Raises what it raises on all ranks."""
 
     def check(self, save: str) -> None:
@@ -237,22 +237,23 @@ def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecide
     or if only steps are there that training has left.
     """
     root, mirror, held = tiers.root, tiers.mirror, tiers.memory
-    offer = b"" if held is None else held.offer(ranks.rank, ranks)
-
-    def look() -> list[Place]:
-        if undecided is not None:
-            undecided.decide_left()
-        return places(root, mirror, needs_mirror=isinstance(ranks, Alone))
+    offer = b"" if held is None else held.offer(ranks)
 
     in_flight = "" if undecided is None else " ".join(undecided.in_flight())
-    answer, told = _told_by_coordinator(look, ranks, in_flight.encode() + b"\n" + offer)
-    said = [each.partition(b"\n") for each in told]
-    scheduled = [set(names.decode().split()) for names, _, _ in said]
+    with ranks.all_or_none("look for steps") as phase:
+        own: list[Place] = []
+        if _looks(ranks):
+            if undecided is not None:
+                undecided.decide_left()
+            own = places(root, mirror, needs_mirror=isinstance(ranks, Alone))
+        phase.told = b"\n".join((json.dumps(own).encode(), in_flight.encode(), offer))
+    said = [answer.split(b"\n", 2) for answer in phase.answers]
+    scheduled = [set(names.decode().split()) for _, names, _ in said]
     if undecided is not None and any(scheduled):
         undecided.settle(set.intersection(*scheduled))
         return candidates(tiers, step, ranks, None)
     offers = [offered for _, _, offered in said]
-    listed = tuple(Place(int(number), bool(in_mirror)) for number, in_mirror, _ in answer)
+    listed = tuple(Place(int(number), bool(in_mirror)) for number, in_mirror, _ in json.loads(said[0][0]))
     in_memory = [] if held is None else held.choose(offers)
     left = tiers.left if held is None else held.left
     unknown = {number for number, _ in in_memory} | _steps_of(left)
@@ -274,22 +275,9 @@ def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecide
     raise CheckpointNotFoundError(f"{where} has no published step {step}; it has {steps or 'none'}", step=step)
 
 
-def _told_by_coordinator(look: Callable[[], Any], ranks: Group, said: bytes = b"") -> tuple[Any, list[bytes]]:
-    """Return the result of `look` on the coordinator, as JSON gives it, and `said` of all ranks. Collective.
-
-    A CheckpointError of `look` is raised on all ranks.
-    """
-    payload = b""
-    if ranks.rank == 0 or isinstance(ranks, Alone):
-        try:
-            payload = json.dumps([look()]).encode()
-        except CheckpointError as error:
-            payload = json.dumps({"kind": type(error).__name__, "text": str(error)}).encode()
-    answers = [answer.partition(b"\n") for answer in ranks(payload + b"\n" + said)]
-    found = json.loads(answers[0][0])
-    if isinstance(found, dict):
-        raise error_class(found["kind"])(found["text"])
-    return found[0], [told for _, _, told in answers]
+def _looks(ranks: Group) -> bool:
+    """Return whether this rank looks at the root, for all."""
+    return ranks.rank == 0 or isinstance(ranks, Alone)
 
 
 def _with_saves(tiers: Tiers, published: Published, steps: Iterable[int], ranks: Group) -> Published:
@@ -297,7 +285,11 @@ def _with_saves(tiers: Tiers, published: Published, steps: Iterable[int], ranks:
     unknown = {place.step for place in published.places} & set(steps) - published.saves.keys()
     if not unknown:
         return published
-    told, _ = _told_by_coordinator(lambda: list(saves_of(tiers.root, tiers.mirror, unknown).items()), ranks)
+
+    def look() -> list[tuple[int, str | None]]:
+        return list(saves_of(tiers.root, tiers.mirror, unknown).items()) if _looks(ranks) else []
+
+    told = ranks.result_of_first("look for steps", look)
     return Published(published.places, {**published.saves, **{int(step): save for step, save in told}})
 
 
@@ -346,7 +338,7 @@ class _InMemory:
     mirror_files: int = 0
 
     def open(self) -> StepSource:
-        return self.tier.open(self.save, self.ranks.rank, self.ranks)
+        return self.tier.open(self.save, self.ranks)
 
     def check(self) -> None:
         self.tier.check(self.save)

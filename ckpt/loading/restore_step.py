@@ -23,7 +23,6 @@ import torch
 
 from ckpt.collection import without_collection
 from ckpt.errors import StateMismatchError
-from ckpt.loading.all_or_none import Alone, Group, Phase, all_or_none
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
@@ -41,6 +40,7 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
+from ckpt.ranks.group import Alone, Group, Phase
 from ckpt.storage.dtypes import torch_dtype_name
 from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.step_source import StepSource
@@ -201,8 +201,8 @@ class _Attempt:
         self._filled: frozenset[Path] | None = None  # from memory, once that was tried
 
     def phase(self, action: str) -> AbstractContextManager[Phase]:
-        """Run one phase of the attempt; see `all_or_none`."""
-        return all_or_none(self._ranks, self._step, action)
+        """Run one phase of the attempt; see `Group.all_or_none`."""
+        return self._ranks.all_or_none(action, self._step)
 
     def open(self, source: StepSource) -> None:
         """Read the index of the step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError
-from ckpt.loading.all_or_none import Alone, Group
+from ckpt.ranks.group import Alone, Group
 from ckpt.storage.interface import HeldStep, Root
 from ckpt.storage.node_packs import NodeLocalStep, NodePacks
 from ckpt.storage.step_source import StepSource

@@ -18,27 +18,19 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, OwnBoxes, Placement, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
+from ckpt.ranks.group import Group
 from ckpt.values.containers import Container
 
-__all__ = ["Exchange", "Gather", "check_agreement"]
+__all__ = ["Exchange", "check_agreement"]
 
 _DIGEST_BYTES = 16
 _SHOWN = 20
-
-
-class Gather(Protocol):
-    """An all-gather over the ranks of the job: returns the bytes of all ranks, by rank. See `ckpt.ranks.Ranks`."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def __call__(self, payload: bytes) -> list[bytes]: ...
 
 
 class Exchange:
@@ -50,31 +42,31 @@ class Exchange:
         self.told = _digest(_json(self._entries)) + _digest(self._shardings)
         """What this rank tells all others first. The descriptions of all ranks follow from what they have told."""
 
-    def finish(self, told: Sequence[bytes], gather: Gather) -> list[StateDescription]:
+    def finish(self, told: Sequence[bytes], ranks: Group) -> list[StateDescription]:
         """Return every rank's description, by rank; equal ones are one object, and so are equal specs.
 
         `told` is by rank. Collective, unless all have told the same. The descriptions, with the order of their entries,
         are the same on all ranks. Raises StateError, the same on all ranks, if they disagree about a tensor.
         """
-        return [self._own] * len(told) if len(set(told)) == 1 else self._exchange(told, gather, reads=True)
+        return [self._own] * len(told) if len(set(told)) == 1 else self._exchange(told, ranks, reads=True)
 
-    def help(self, told: Sequence[bytes], gather: Gather) -> None:
+    def help(self, told: Sequence[bytes], ranks: Group) -> None:
         """Take part in `finish` of other ranks: for a rank that knows the descriptions. Collective, as that is."""
         if len(set(told)) > 1:
-            self._exchange(told, gather, reads=False)
+            self._exchange(told, ranks, reads=False)
 
-    def _exchange(self, told: Sequence[bytes], gather: Gather, *, reads: bool) -> list[StateDescription]:
+    def _exchange(self, told: Sequence[bytes], ranks: Group, *, reads: bool) -> list[StateDescription]:
         """Send what this rank is the first to have. Return the descriptions; none to a rank that does not read."""
         entries = self._entries
         first_with = _first_ranks([answer[:_DIGEST_BYTES] for answer in told])
         first_on = _first_ranks([answer[_DIGEST_BYTES:] for answer in told])
 
-        leads = gather.rank == 0
-        shardings = self._shardings if gather.rank in first_on.values() else None
-        sent = gather(_packed(entries if leads else None, shardings))
-        differs = not leads and gather.rank in first_with.values()
+        leads = ranks.rank == 0
+        shardings = self._shardings if ranks.rank in first_on.values() else None
+        sent = ranks(_packed(entries if leads else None, shardings))
+        differs = not leads and ranks.rank in first_with.values()
         base: list[_Entries] = _unpacked(sent[0])[0] if reads or differs else []
-        more = gather(_packed(*map(_difference, base, entries)) if differs else b"")
+        more = ranks(_packed(*map(_difference, base, entries)) if differs else b"")
         if not reads:
             return []
 

@@ -27,11 +27,12 @@ from dataclasses import dataclass
 
 from ckpt.async_calls import AsyncCallsQueue
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.meeting import named
+from ckpt.ranks.failure import Failure
+from ckpt.ranks.rounds import named
 from ckpt.saving.publish import publish
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
-from ckpt.storage.outcomes import Abandoned, Reason, SaveOutcome
+from ckpt.storage.outcomes import Abandoned, SaveOutcome
 
 __all__ = ["InFlight", "drain", "refuse_others", "settle"]
 
@@ -136,7 +137,7 @@ def _problem(pending: Pending, world_size: int) -> str | None:
 
 
 def _give_up(pending: Pending, rank: int, why: str) -> SaveOutcome:
-    outcome = pending.abandon(Reason(rank, "SaveAbandonedError", why))
+    outcome = pending.abandon(Failure(rank, "SaveAbandonedError", why))
     if isinstance(outcome, Abandoned):
         _log.warning("rank %d: the save of step %d was given up: %s", rank, pending.save.step, outcome.reason.message)
     return outcome

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt.async_calls import CallTimer
 from ckpt.errors import CheckpointError
+from ckpt.ranks.failure import Failure
 from ckpt.saving.observed_save import ObservedSave
 from ckpt.saving.task import (
     NotDurable,
@@ -20,9 +21,9 @@ from ckpt.saving.task import (
     WriteTask,
     from_event,
 )
-from ckpt.saving.write import Fenced, error_for, give_up, reason_for, write_share
+from ckpt.saving.write import Fenced, error_for, give_up, write_share
 from ckpt.staging.arena import Slot
-from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.roots import open_root
 
 __all__ = ["SaveHandle"]
@@ -49,7 +50,7 @@ class SaveHandle:
         on_differing: Callable[[ReplicasDiffer], None] = lambda report: None,
         on_removed: Callable[[StepsRemoved], None] = lambda report: None,
         on_begun: Callable[[int], CallTimer | None] | None = None,
-        first_reason: Callable[[Reason], Reason] = lambda reason: reason,
+        first_reason: Callable[[Failure], Failure] = lambda reason: reason,
     ) -> None:
         self.task = task
         self.in_writer: Callable[[], None] = functools.partial(write_share, task)
@@ -110,7 +111,7 @@ class SaveHandle:
         """Return what became of the save; it is given up now if it is undecided."""
         if isinstance(self._reported, NotDurable):
             return self._reported
-        reason = self._reported.reason if self._reported is not None else reason_for(self.task.rank, error)
+        reason = self._reported.reason if self._reported is not None else Failure.of(error, self.task.rank)
         outcome = give_up(open_root(self.task.root, self.task.storage).pending_save(self.task.save), reason)
         if self._reported is not None and isinstance(outcome, Published):
             return NotDurable(

@@ -16,14 +16,15 @@ import logging
 import secrets
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 from ckpt.keeper.lingering import LingeringMemory
 from ckpt.keeper.takeover import Taken
-from ckpt.meeting import named
 from ckpt.native import crc32c
+from ckpt.ranks.group import Group
+from ckpt.ranks.rounds import named
 from ckpt.saving.offers import (
     Earlier,
     Fence,
@@ -55,18 +56,6 @@ __all__ = ["MemoryTier"]
 _log = logging.getLogger("ckpt")
 _HEAD = struct.Struct("<QQQQ")  # rank, and the sizes of about, index and part
 _SHARES_S = 10.0  # for copies and checksums that are still being made
-
-
-@dataclass(frozen=True, slots=True)
-class _Members:
-    """The ranks that restore, for an exchange of memory."""
-
-    rank: int
-    world_size: int
-    gather: Callable[[bytes], list[bytes]]
-
-    def __call__(self, payload: bytes) -> list[bytes]:
-        return self.gather(payload)
 
 
 class MemoryTier:
@@ -104,15 +93,15 @@ class MemoryTier:
         self._failed: set[str] = set()  # snapshots that could not be restored, since one could
         snapshots.on_complete = self._superseded
 
-    def offer(self, rank: int, gather: Callable[[bytes], list[bytes]]) -> bytes:
-        """Return what this rank can read, for `choose` on all ranks. Collective: `gather` is an all-gather."""
+    def offer(self, ranks: Group) -> bytes:
+        """Return what this rank can read, for `choose` on all ranks. Collective."""
         self._known = {}
         self._snapshots.finish(_SHARES_S)
         self._give_back_replicas()
         if self._replicator is not None:
-            self._replicator.meet(rank, gather)
+            self._replicator.meet(ranks)
             self._replicas = self._replicator.held()
-        self._rank = rank
+        self._rank = rank = ranks.rank
         token, root = 0, ""
         if self._lingering is not None:
             self._take_over(self._lingering)
@@ -169,39 +158,33 @@ class MemoryTier:
         """The published saves that training has left, by name: after `choose` the same on all ranks."""
         return self._left.saves
 
-    def open(self, save: str, rank: int, gather: Callable[[bytes], list[bytes]]) -> MemoryStep:
-        """Return a step that `choose` has returned, as a source. Collective: `gather` is an all-gather.
+    def open(self, save: str, ranks: Group) -> MemoryStep:
+        """Return a step that `choose` has returned, as a source. Collective.
 
         CheckpointCorruptError, on all ranks, if a document of it is damaged, or was staged over.
         """
         whole = self._whole[save]
         regions = self._regions_of(whole.save)
-        own = [owner for owner, readers in enumerate(whole.readers) if readers[0] == rank]
-        documents = _decoded(gather(b"".join(_packed(owner, regions.get(owner)) for owner in own)), whole)
+        own = [owner for owner, readers in enumerate(whole.readers) if readers[0] == ranks.rank]
+        documents = _decoded(ranks(b"".join(_packed(owner, regions.get(owner)) for owner in own)), whole)
         if whole.lacks(self._offers):
-            self._pass_on(whole, rank, regions, gather)
+            self._pass_on(whole, ranks, regions)
             regions = self._regions_of(whole.save)
         self._opened = frozenset(regions)
         shares: dict[int, ShareBytes] = {owner: LocalShare(region) for owner, region in regions.items()}
-        shares |= self._remote(whole, rank, regions, gather)
+        shares |= self._remote(whole, ranks, regions)
         taken = {id(region) for each in self._taken for region in each.regions}
         outlived = self._agreed.is_earlier and any(id(region) in taken for region in regions.values())
         return _step(whole, documents, self._memory.index_of(documents[0].index), shares, outlived)
 
-    def _remote(
-        self,
-        whole: Whole,
-        rank: int,
-        regions: Mapping[int, SharedMemory],
-        gather: Callable[[bytes], list[bytes]],
-    ) -> Mapping[int, ShareBytes]:
+    def _remote(self, whole: Whole, ranks: Group, regions: Mapping[int, SharedMemory]) -> Mapping[int, ShareBytes]:
         """Return the shares that only ranks on other nodes can read, to be read from there. Collective."""
         replicator = self._replicator
         if replicator is None or len({offer.node for offer in self._offers}) == 1:
             return {}
         lenders = [next(filter(replicator.can_lend, readers), None) for readers in whole.readers]
-        own = {owner: region for owner, region in regions.items() if lenders[owner] == rank}
-        return replicator.remote(whole.save.name, gather(replicator.lend(whole.save.name, own)), regions)
+        own = {owner: region for owner, region in regions.items() if lenders[owner] == ranks.rank}
+        return replicator.remote(whole.save.name, ranks(replicator.lend(whole.save.name, own)), regions)
 
     def check(self, save: str) -> None:
         """Raise CheckpointCorruptError unless what was read from memory of this node was of this step all the time."""
@@ -325,18 +308,12 @@ class MemoryTier:
                 found.setdefault(of.rank, region)
         return found
 
-    def _pass_on(
-        self,
-        whole: Whole,
-        rank: int,
-        regions: Mapping[int, SharedMemory],
-        gather: Callable[[bytes], list[bytes]],
-    ) -> None:
+    def _pass_on(self, whole: Whole, ranks: Group, regions: Mapping[int, SharedMemory]) -> None:
         """Give the shares to ranks on this node that lack them, and take what this one lacks. Collective."""
         here = {other for other, offer in enumerate(self._offers) if offer.node == self._node}
         first = [min(here & set(readers), default=None) for readers in whole.readers]
-        exchange = SlotExchange(_Members(rank, len(self._offers), gather))
-        given = [region for owner, region in regions.items() if first[owner] == rank]
+        exchange = SlotExchange(ranks)
+        given = [region for owner, region in regions.items() if first[owner] == ranks.rank]
         for taken in exchange.run(given).values():
             self._memory.adopt(taken)
 

@@ -29,7 +29,8 @@ from ckpt.planning.exchange import Exchange
 from ckpt.planning.replicas import Kind, replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
+from ckpt.ranks.failure import Failure
 from ckpt.saving.host_memory import LIMIT_BYTES, HostLimit, check_host_memory
 from ckpt.saving.layout import LocalBoxes, RankLayout, make_layout
 from ckpt.saving.samples import Replicas
@@ -39,7 +40,6 @@ from inprocess.ipc.threads import JoinableThread
 __all__ = ["CachedPlan", "Claims", "PlanCache", "PreparedState"]
 
 _log = logging.getLogger("ckpt")
-_FINE, _FAILED = b"+", b"-"
 _COORDINATOR = 0
 _NONCE_BYTES = 8
 _KEY_BYTES = 8
@@ -189,7 +189,7 @@ class PlanCache:
             flat = flatten(state)
         except Exception as error:
             if self._cached is None or begins_session:
-                self._ranks(_failed(error))
+                self._ranks.outcomes(Failure.of(error, self._ranks.rank))
             raise
         description = flat.describe()
         if self._cached is None or self._cached.description != description:
@@ -279,26 +279,34 @@ class PlanCache:
             if claims is not None and claim and not owner and self._ranks.rank == _COORDINATOR:
                 owner, claimed = claims.claim(), True
         except Exception as error:
-            self._ranks(_failed(error))
+            self._ranks.outcomes(Failure.of(error, self._ranks.rank))
             raise
-        answers = self._ranks(_FINE + _ANSWER.pack(owner, claimed) + os.urandom(_NONCE_BYTES) + told)
-        _raise_failed(answers)
-        owner, claimed = _ANSWER.unpack_from(answers[_COORDINATOR], 1)  # ranks may have assumed different ones
+        answers = self._all_fine(_ANSWER.pack(owner, claimed) + os.urandom(_NONCE_BYTES) + told)
+        owner, claimed = _ANSWER.unpack_from(answers[_COORDINATOR])  # ranks may have assumed different ones
         nonce = hashlib.blake2b(b"".join(answers), digest_size=16).digest()
         if claims is not None and claimed and self._ranks.world_size > 1:
             self._confirm(claims, owner)
         self._session, self._returns = _Session(owner, nonce), 0
-        return [answer[1 + _ANSWER.size + _NONCE_BYTES :] for answer in answers]
+        return [answer[_ANSWER.size + _NONCE_BYTES :] for answer in answers]
 
     def _confirm(self, claims: Claims, owner: int) -> None:
         """Confirm the claim on all ranks; what one of them raises is raised on all. Collective."""
-        answer = _FINE
+        answer: bytes | Failure = b""
         if self._ranks.rank != _COORDINATOR:
             try:
                 claims.confirm(owner)
             except StorageError as error:
-                answer = _failed(error)
-        _raise_failed(self._ranks(answer))
+                answer = Failure.of(error, self._ranks.rank)
+        self._all_fine(answer)
+
+    def _all_fine(self, own: bytes | Failure) -> list[bytes]:
+        """Return what all ranks tell; raise the error of the first one that failed. Collective."""
+        answers = []
+        for answer in self._ranks.outcomes(own):
+            if isinstance(answer, Failure):
+                raise _error_for(answer)
+            answers.append(answer)
+        return answers
 
 
 def _renewed(former: CachedPlan, flat: FlatState, description: StateDescription, kinds: dict[Path, Kind]) -> CachedPlan:
@@ -351,20 +359,8 @@ class _BegunPlan:
             _log.debug("a plan was not made in the background", exc_info=True)
 
 
-def _failed(error: Exception) -> bytes:
-    return _FAILED + f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
-
-
-def _raise_failed(answers: list[bytes]) -> None:
-    """Raise the error of the first rank that failed."""
-    for rank, answer in enumerate(answers):
-        if answer.startswith(_FAILED):
-            raise _error_of(rank, answer.removeprefix(_FAILED).decode(errors="replace"))
-
-
-def _error_of(rank: int, problem: str) -> CheckpointError:
-    kind = problem.partition(":")[0]
-    for known in (FencedError, StorageError):
-        if kind == known.__name__:
-            return known(f"rank {rank} cannot use the root, nothing was written: {problem}", rank=rank)
-    return StateError(f"the state of rank {rank} cannot be stored, nothing was written: {problem}", rank=rank)
+def _error_for(failure: Failure) -> CheckpointError:
+    if failure.error_class in (FencedError, StorageError):
+        return failure.error(f"rank {failure.rank} cannot use the root, nothing was written: {failure.text}")
+    text = f"the state of rank {failure.rank} cannot be stored, nothing was written: {failure.text}"
+    return failure.error(text, StateError)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FencedError, StorageError
+from ckpt.ranks.failure import Failure
 from ckpt.saving.publish import publish
 from ckpt.storage.interface import Aside, Pending, Root
 from ckpt.storage.names import parse_save_name
-from ckpt.storage.outcomes import NotDurableError, Reason
+from ckpt.storage.outcomes import NotDurableError
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.step_documents import FORMAT_VERSION
 
@@ -228,7 +229,7 @@ def adopt(pending: Pending, warn: Callable[[str], None], *, is_restore: bool = F
         why = f"left behind by an earlier run, according to {who}: {problem}"
         what = f"the unfinished save of step {pending.save.step} of an earlier run"
         try:
-            pending.abandon(Reason(None, "SaveAbandonedError", why))
+            pending.abandon(Failure(None, "SaveAbandonedError", why))
             warn(f"abandoned {what}: {problem}")
         except StorageError as error:
             if is_restore:

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ckpt.errors import StateError
-from ckpt.meeting import named
 from ckpt.native import crc32c
 from ckpt.paths import display
+from ckpt.ranks.rounds import named
 
 __all__ = ["ENTRY", "Digests", "InSlot", "Tolerance", "Warn", "check_replicas", "name_key"]
 

@@ -1,10 +1,10 @@
 """The replicas of this rank's snapshots on another node: when which one is sent, and what is known of them.
 
     round     rank 0 names a snapshot that is whole in its memory; every rank has its replica process send its share
-    ended     every rank counts itself, and those that failed; when all have ended, rank 0 begins another round
+    ended     every rank arrives, and says if it failed; when all have arrived, rank 0 begins another round
 
-    replicas/<nonce>/round             [number, snapshot of the round or null, last one that all buddies have or null]
-    replicas/<nonce>/<number>/...      ended, failed: how many ranks
+    replicas/<nonce>/round         [number, snapshot of the round or null, last one that all buddies have or null]
+    replicas/<nonce>/<number>      a `Round`: ranks that have ended arrive, those that failed decide "failed"
 
 Buddies keep the last snapshot that all of them have until they have another one, and so does each rank in its slots,
 also when a newer one is restored: a node may be lost at any time, and what it held and what it staged is then lost
@@ -28,13 +28,14 @@ from ckpt.events import SnapshotNotReplicated, SnapshotReplicated
 from ckpt.keeper.client import Keeper
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.options import Snapshots
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
+from ckpt.ranks.group import Group
+from ckpt.ranks.rounds import Round, value_of
 from ckpt.replication.control import Ended
 from ckpt.replication.memory import usable_bytes
 from ckpt.replication.process import ReplicaWorker
 from ckpt.replication.replica import Address, Replica, TransportError
 from ckpt.replication.tcp import TcpTransport
-from ckpt.saving.completion import value_of
 from ckpt.saving.remote_share import RemoteShare
 from ckpt.saving.replica_addresses import addresses_of_buddies, own_address
 from ckpt.saving.share import Share
@@ -55,7 +56,7 @@ _MOST_WARNINGS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
+class _Order:
     """What rank 0 tells: the snapshot to be sent, if any, and the last one that all buddies have."""
 
     number: int = 0
@@ -76,7 +77,7 @@ class Replicator:
         self._prefix = ""
         self._addresses: list[Address | None] = []
         self._buddy: Address | None = None
-        self._round = _Round()
+        self._round = _Order()
         self._sending: dict[Replica, Slot] = {}  # also what is left of earlier rounds
         self._bytes = 0
         self._pause_s, self._next_at = 0.0, 0.0  # after a round that has failed, on rank 0
@@ -95,36 +96,37 @@ class Replicator:
 
     # -- ranks come together -------------------------------------------------------------------------------------------
 
-    def meet(self, rank: int, gather: Callable[[bytes], list[bytes]]) -> None:
+    def meet(self, ranks: Group) -> None:
         """Learn the secret of the job, who receives where, and who is whose buddy. Collective.
 
         What fails on this rank is logged; then there are no replicas until the ranks meet again.
         """
         self.forget()
         told = ["", "", self._round.replicated]
-        if rank == 0:  # always a new secret: what belongs to an earlier iteration must not store anything any more
+        if ranks.rank == 0:
+            # Always a new secret: what belongs to an earlier iteration must not store anything any more.
             told[:2] = secrets.token_hex(_SECRET_BYTES), secrets.token_hex(4)
-        answers = [json.loads(answer) for answer in gather(json.dumps(told).encode())]
+        answers = [json.loads(answer) for answer in ranks(json.dumps(told).encode())]
         if len(answers) == 1:
             return
         self._secret, nonce, _ = answers[0]
         known = {replicated for _, _, replicated in answers if replicated is not None}
         self._told = sorted(known, key=lambda name: (_step_of(name), name))  # the same on all ranks
-        self._round = _Round(0, None, self._told[-1] if self._told else None)
+        self._round = _Order(0, None, self._told[-1] if self._told else None)
         address = self._listen()
         place = self._options.place or node()
         about = [place, node(), None if address is None else [address.host, address.port]]
-        members = [json.loads(each) for each in gather(json.dumps(about).encode())]
+        members = [json.loads(each) for each in ranks(json.dumps(about).encode())]
         self._addresses = [None if found is None else Address(*found) for _, _, found in members]
         try:
             reached = addresses_of_buddies(
                 self._addresses, [found for found, _, _ in members], [on for _, on, _ in members]
             )
         except ValueError as problem:  # on all ranks
-            if rank == 0:
+            if ranks.rank == 0:
                 self._warn(f"there are none: {problem}")
         else:
-            self._prefix, self._buddy = f"replicas/{nonce}", reached[rank]
+            self._prefix, self._buddy = f"replicas/{nonce}", reached[ranks.rank]
 
     def _listen(self) -> Address | None:
         """Have the replica process listen; None if it cannot."""
@@ -166,12 +168,7 @@ class Replicator:
             self._fail_all("the replica process has ended")
         if not self._prefix:
             return
-        try:
-            store = self._ranks.store()
-            if store is not None:
-                self._take_part(store, staged, whole)
-        except (RuntimeError, ValueError) as error:
-            _log.debug("the store of the process group failed: %s", error)
+        self._ranks.in_store(lambda store: self._take_part(store, staged, whole), None)
 
     def _take_part(self, store: Any, staged: SaveId | None, whole: SaveId | None) -> None:
         if self._ended is not None:
@@ -181,33 +178,32 @@ class Replicator:
             found = self._lead(store, whole)
         else:
             value = value_of(store, f"{self._prefix}/round")
-            found = self._round if value is None else _Round(*json.loads(value))
+            found = self._round if value is None else _Order(*json.loads(value))
         if found != self._round:
             self._enter(found)
         if self._is_to_send and self._round.snapshot is not None:
             self._send(store, self._round.snapshot, staged, whole)
 
-    def _lead(self, store: Any, newest: SaveId | None) -> _Round:
+    def _lead(self, store: Any, newest: SaveId | None) -> _Order:
         """Return the round as it is now, which rank 0 decides."""
         now = self._round
         if now.snapshot is not None:
-            counts = f"{self._prefix}/{now.number}"
-            if int(value_of(store, f"{counts}/ended") or 0) < self._ranks.world_size:
+            ended = self._round_of(store)
+            if (ended.arrived or 0) < self._ranks.world_size:
                 return now
-            failed = int(value_of(store, f"{counts}/failed") or 0)
+            failed = ended.is_decided
             self._pause_s = min(max(_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S) if failed else 0.0
             self._next_at = time.monotonic() + self._pause_s
-            for name in ("ended", "failed"):
-                store.delete_key(f"{counts}/{name}")
-            now = _Round(now.number, None, now.replicated if failed else now.snapshot)
+            ended.delete()
+            now = _Order(now.number, None, now.replicated if failed else now.snapshot)
         if newest is not None and newest.name != self._tried and time.monotonic() >= self._next_at:
             self._tried = newest.name
-            now = _Round(now.number + 1, newest.name, now.replicated)
+            now = _Order(now.number + 1, newest.name, now.replicated)
         if now != self._round:
             store.set(f"{self._prefix}/round", json.dumps([now.number, now.snapshot, now.replicated]))
         return now
 
-    def _enter(self, found: _Round) -> None:
+    def _enter(self, found: _Order) -> None:
         """Go on to the round that rank 0 has told."""
         before, self._round = self._round, found
         self._is_known = self._is_known or found.replicated != before.replicated
@@ -245,8 +241,12 @@ class Replicator:
             if is_observed():
                 step = _step_of(self._round.snapshot)
                 emit(SnapshotNotReplicated(time.time(), self._ranks.rank, step, shortened(error)))
-            store.add(f"{self._prefix}/{self._round.number}/failed", 1)
-        store.add(f"{self._prefix}/{self._round.number}/ended", 1)
+            self._round_of(store).decide("failed")
+        self._round_of(store).arrive()
+
+    def _round_of(self, store: Any) -> Round:
+        """Return the round in which ranks arrive when they have ended, and which is decided if one has failed."""
+        return Round(store, f"{self._prefix}/{self._round.number}", self._ranks.world_size)
 
     def _note_ends(self, ends: Iterable[Ended]) -> None:
         for end in ends:
@@ -322,7 +322,7 @@ class Replicator:
         replicated = before[-1] if before else save
         if self._worker is not None:
             self._worker.retain([name for name in {save, replicated} if name is not None])
-        self._round, self._is_known = _Round(0, None, replicated), False
+        self._round, self._is_known = _Order(0, None, replicated), False
         self._tried, self._pause_s, self._next_at = save, 0.0, 0.0
         self._pin()
 

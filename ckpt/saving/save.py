@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +22,8 @@ from ckpt.keeper.client import Keeper
 from ckpt.keeper.lingering import LingeringMemory
 from ckpt.observing import emit, is_observed
 from ckpt.options import Snapshots
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
+from ckpt.ranks.failure import Failure
 from ckpt.saving.drain import InFlight, drain, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.host_memory import HostLimit
@@ -44,7 +43,6 @@ from ckpt.staging.arena import SlotState
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.outcomes import Reason
 from ckpt.storage.ownership import ClaimLease
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.process import Process
@@ -95,7 +93,7 @@ class Saver:
         if replicas is not None:
             self.replicator = replicator = Replicator(ranks, lambda: self._stager.all_slots, replicas, keeper)
             self.snapshots.on_poll = replicator.poll
-            self._stager.on_meet = lambda: replicator.meet(ranks.rank, ranks)
+            self._stager.on_meet = lambda: replicator.meet(ranks)
         self._lingering = lingering
         self._stager.on_resize = self._linger_before_resize
         self._tier = MemoryTier(self.snapshots, self._stager.memory, self.replicator, lingering, self._root.ownership)
@@ -419,10 +417,8 @@ class Saver:
         if save is None or not save.owner or self._ranks.world_size == 1:
             return
         self._in_flight.pop(save, None)
-        text = "".join(traceback.format_exception(error))
         with contextlib.suppress(CheckpointError):  # then their own wait times out
-            reason = Reason(self._ranks.rank, type(error).__name__, str(error), text)
-            self._root.pending_save(save).abandon(reason)
+            self._root.pending_save(save).abandon(Failure.of(error, self._ranks.rank))
 
     def _release(self, *, done: bool) -> None:
         """Record in the root that this trainer does not use it any more; nor do its writers, if all is `done`."""
@@ -433,7 +429,7 @@ class Saver:
     def _decided(self, save: SaveId) -> None:
         self._in_flight.pop(save, None)
         if self._listening and self._ranks.rank == COORDINATOR:
-            self._ranks.announce(save.name)
+            self._ranks.tell_first(f"decided/{save.name}", "1")
         if self._closed and not self._in_flight:  # of a shared queue, which stays open
             self._release(done=True)
 
@@ -453,7 +449,7 @@ class Saver:
             self._listened_for, self._listen_at = save, 0.0
         if now >= self._listen_at and save is not None and self._ranks.rank != COORDINATOR:
             pause_s = max(_LISTEN_S, self._ranks.world_size / _LISTENS_PER_S)
-            if self._ranks.has_announced(save.name):
+            if self._ranks.tell_first(f"decided/{save.name}", None) is not None:
                 self._queue.nudge()
                 pause_s = max(_NUDGED_S, pause_s)
             self._listen_at = now + pause_s
@@ -508,13 +504,12 @@ class Saver:
     def _on_begun(self, at_ns: int) -> CallTimer | None:
         return self.timers.begin(at_ns, self._ranks.rank)
 
-    def _first_reason(self, save: SaveId, reason: Reason) -> Reason:
+    def _first_reason(self, save: SaveId, reason: Failure) -> Failure:
         """Return why a save is abandoned, the same on all ranks: what the first rank said that knew it."""
         if self._ranks.world_size == 1:
             return reason
-        text = json.dumps(reason.to_document()) if reason.is_known else None
-        first = self._ranks.tell_first(save.name, text)
-        return reason if first is None else Reason.from_document(json.loads(first))
+        first = self._ranks.tell_first(save.name, reason.to_bytes().decode() if reason.is_known else None)
+        return reason if first is None else Failure.from_bytes(first)
 
     def _removed(self, report: StepsRemoved) -> None:
         if is_observed():

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from ckpt.native import RUN
-from ckpt.ranks import Ranks
-from ckpt.saving.completion import Completion
+from ckpt.ranks.collectives import Ranks
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.plan_cache import PreparedState
 from ckpt.saving.share import PlanDocuments, Share, chunks_in_slot
+from ckpt.saving.snapshot_counts import SnapshotCounts
 from ckpt.saving.stage import StagedShare
 from ckpt.saving.task import WritePlan, are_in, pack_offsets
 from ckpt.staging.arena import Slot
@@ -64,7 +64,7 @@ class HeldSnapshots:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._held: list[_Held] = []
-        self._completion = Completion(ranks)
+        self._counts = SnapshotCounts(ranks)
         self._session: str | None = None  # in which snapshots are counted; None after a fault, until there is one
         self._order = 0  # of the newest one
         self._saves: dict[str, tuple[int, int]] = {}  # the last ones, with their iteration and order
@@ -121,7 +121,7 @@ class HeldSnapshots:
                 held.thread.join()
                 held.thread = None
             is_due = held.whole and self._session is not None and held.counted != self._session
-            if is_due and self._completion.count(held.save.name):
+            if is_due and self._counts.count(held.save.name):
                 held.counted = self._session
         newest = self._held[-1].save if self._held else None
         self.on_poll(newest, next((held.save for held in reversed(self._held) if held.whole), None))
@@ -129,7 +129,7 @@ class HeldSnapshots:
     def release_superseded(self) -> None:
         """Let go of the slots of all snapshots that are older than one that is complete on all ranks."""
         self.poll()
-        newest = self._completion.newest_of([held.save.name for held in self._held if self._is_counted(held)])
+        newest = self._counts.newest_of([held.save.name for held in self._held if self._is_counted(held)])
         for held in self._held:
             held.complete = held.complete or held.save.name == newest
         complete = [held for held in self._held if held.complete]
@@ -149,10 +149,10 @@ class HeldSnapshots:
         That another rank is ahead shows that it has left one out, or waits for this one. The newest snapshot that is
         complete on all ranks is not given up.
         """
-        if newer is not None and not self._completion.is_begun(newer.name):
+        if newer is not None and not self._counts.is_begun(newer.name):
             return
         for held in [held for held in self._held if not held.complete]:
-            if self._is_counted(held) and not self._completion.withdraw(held.save.name):
+            if self._is_counted(held) and not self._counts.withdraw(held.save.name):
                 return
             _log.warning("the snapshot of step %d is given up: not all ranks have made it", held.save.step)
             self._let_go(held)
@@ -166,7 +166,7 @@ class HeldSnapshots:
             return f"the copies or checksums of the snapshot of step {waiting[0].save.step} are not complete"
         if not self._held:
             return ""
-        count, world_size = self._completion.progress(self._held[-1].save.name)
+        count, world_size = self._counts.progress(self._held[-1].save.name)
         return (
             f"snapshots of steps {self.steps} are held until a newer one is complete on all ranks; that of step "
             f"{self._held[-1].save.step} is on {count} of {world_size}"
@@ -185,14 +185,14 @@ class HeldSnapshots:
 
     def forget_counts(self) -> None:
         """After a fault: what was counted says nothing any more, as ranks may be replaced. The next session counts."""
-        self._completion.forget()
+        self._counts.forget()
         self._session = None
 
     def begin_session(self, session: str) -> None:
         """Count in a session on which all ranks have agreed; what was counted in another one is counted again."""
         if session != self._session:
             self._session = session
-            self._completion.begin(session)
+            self._counts.begin(session)
 
     def _is_counted(self, held: _Held) -> bool:
         return self._session is not None and held.counted == self._session

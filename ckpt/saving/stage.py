@@ -18,7 +18,7 @@ from ckpt.errors import CheckpointTimeoutError
 from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.state_dict import FlatState
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
 from ckpt.saving.layout import RankLayout
 from ckpt.saving.plan_cache import CachedPlan, PreparedState
 from ckpt.saving.replicas import Digests, Tolerance

@@ -20,13 +20,14 @@ import numpy as np
 
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.paths import Path
+from ckpt.ranks.failure import Failure
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.recover import Branch
 from ckpt.saving.replicas import Digests
 from ckpt.saving.retention import Retention
 from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.outcomes import Abandoned, Reason
+from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.pack_writers import ChunkToCompress
 from ckpt.values.containers import Container
 from inprocess.ipc.process import Process
@@ -278,7 +279,7 @@ def from_event(event: dict[str, Any]) -> Report:
         case {"removed": removed, "left": left}:
             return StepsRemoved(int(left), tuple(map(int, removed)))
         case {"abandoned": reason}:
-            return Abandoned(Reason.from_document(reason))
+            return Abandoned(Failure.from_document(reason))
         case {"not_durable": message}:
             return NotDurable(str(message))
     raise ValueError(f"not a report of a writer: {event!r:.200}")

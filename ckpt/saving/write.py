@@ -23,22 +23,20 @@ import contextlib
 import functools
 import logging
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ckpt.async_calls import context
-from ckpt.async_calls.messages import clip
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     FencedError,
-    RemoteTraceback,
     SaveAbandonedError,
     StorageError,
 )
+from ckpt.ranks.failure import Failure
 from ckpt.saving.publish import PartFile, publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.saving.removal import Remover
@@ -65,19 +63,18 @@ from ckpt.storage.leases import Lease, Leases
 from ckpt.storage.names import INDEX, REFERENCES, SaveId, pack_file
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.pack_writers import FileJob, WrittenFile
 from ckpt.storage.references import references
 from ckpt.storage.roots import open_root
 from inprocess.ipc.deadline import Deadline
 
-__all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "reason_for", "write_share"]
+__all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "write_share"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("ckpt")
 _EVERYONE = "all ranks to finish their parts"
-_TRACEBACK_BYTES = 16 << 10
 _REASON_S, _REASON_PAUSE_S = 5.0, 0.05
 
 
@@ -137,7 +134,7 @@ class ShareWriter:
         except OrphanedError:
             if task.rank != COORDINATOR:
                 raise  # the part stays: the next start of the job publishes the save if it is complete
-            outcome = give_up(self.pending, reason_for(task.rank, OrphanedError("every trainer died")))
+            outcome = give_up(self.pending, Failure.of(OrphanedError("every trainer died"), task.rank))
         except Exception as error:
             outcome = self._explained(give_up(self.pending, self._reason_for(error)))
         finally:
@@ -362,9 +359,9 @@ class ShareWriter:
             self.pending.confirm()
         return outcome
 
-    def _reason_for(self, error: Exception) -> Reason:
+    def _reason_for(self, error: Exception) -> Failure:
         """Return the reason that is recorded for an error; another rank may have abandoned the save before."""
-        reason = reason_for(self.task.rank, error)
+        reason = Failure.of(error, self.task.rank)
         with contextlib.suppress(CheckpointError):
             return replace(reason, is_known=not isinstance(self.pending.outcome(), Abandoned))
         return reason
@@ -449,7 +446,7 @@ def _references(index: bytes, world_size: int) -> bytes:
 # -- giving a save up, in the writer or in the trainer -----------------------------------------------------------------
 
 
-def give_up(pending: Pending, reason: Reason) -> Published | Abandoned | Fenced:
+def give_up(pending: Pending, reason: Failure) -> Published | Abandoned | Fenced:
     """Make sure the save is decided: abandoned for `reason`, unless it was decided before.
 
     Fenced if another owner is to decide.
@@ -462,26 +459,15 @@ def give_up(pending: Pending, reason: Reason) -> Published | Abandoned | Fenced:
         return Abandoned(reason)
 
 
-def reason_for(rank: int, error: Exception) -> Reason:
-    """Return what an error on a rank is recorded as. Of one from another process, the traceback is of that process."""
-    text = error.__cause__.text if isinstance(error.__cause__, RemoteTraceback) else ""
-    text = clip(text or "".join(traceback.format_exception(error)), _TRACEBACK_BYTES)
-    return Reason(rank, type(error).__name__, clip(str(error), _TRACEBACK_BYTES), text)
-
-
 def error_for(save: SaveId, outcome: Abandoned | Fenced) -> CheckpointError:
     """Return what the trainer raises for a save that is not published."""
     if isinstance(outcome, Fenced):
         return FencedError(f"rank {outcome.rank}: {outcome.message}", rank=outcome.rank, step=save.step)
     reason = outcome.reason
     where = "" if reason.rank is None else f"rank {reason.rank}: "
-    kind = CheckpointExistsError if reason.kind == "CheckpointExistsError" else SaveAbandonedError
-    error = kind(
-        f"the save of step {save.step} was abandoned on all ranks: {where}{reason.kind}: {reason.message} "
-        "(training can go on; the next save is not affected)",
-        rank=reason.rank,
-        step=save.step,
+    kind = CheckpointExistsError if reason.error_class is CheckpointExistsError else SaveAbandonedError
+    message = (
+        f"the save of step {save.step} was abandoned on all ranks: {where}{reason.text} "
+        "(training can go on; the next save is not affected)"
     )
-    if reason.traceback:
-        error.__cause__ = RemoteTraceback(reason.traceback)
-    return error
+    return reason.error(message, kind, step=save.step)

@@ -27,8 +27,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Protocol
 
+from ckpt.ranks.group import Group
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
@@ -43,16 +43,6 @@ _LOOK_S = 0.25  # between looks whether a neighbour that is waited for is alive
 _MAX_SLOTS = 64
 _TOKEN_BYTES = 32
 _MOST_STRANGERS = 128
-
-
-class Members(Protocol):
-    """The ranks that exchange slots, and their all-gather."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def __call__(self, payload: bytes) -> list[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +62,7 @@ class SlotExchange:
     by a fraction of a second, also if a child of it has inherited its socket.
     """
 
-    def __init__(self, ranks: Members) -> None:
+    def __init__(self, ranks: Group) -> None:
         self.rank = ranks.rank
         self._neighbours: list[_Neighbour] = []
         self._closed: set[str] = set()  # tokens of neighbours that have stopped listening, and take nothing any more
@@ -90,7 +80,7 @@ class SlotExchange:
             self.close()
             raise
 
-    def _meet(self, ranks: Members) -> None:
+    def _meet(self, ranks: Group) -> None:
         """Exchange addresses. A rank without a socket takes part, and is left out: the others are in the collective."""
         try:
             self._listen()

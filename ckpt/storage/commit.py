@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.native import crc32c
+from ckpt.ranks.failure import Failure
 from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
 from ckpt.storage.documents import decode_document, encode_document, well_formed
@@ -22,14 +23,14 @@ from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import NO_LINEAGE, DirectoryRoot, PartsWatch, Pending
 from ckpt.storage.links import refuse_link
 from ckpt.storage.names import SaveId, part_name, part_rank, parts_directory
-from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason, SaveOutcome, unknown_reason
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, SaveOutcome, unknown_reason
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.recycled import take_recycled
 from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent, read_bytes, read_json
 from ckpt.storage.step_source import LocalStep
 from inprocess.ipc.deadline import Deadline
 
-__all__ = ["Abandoned", "NotDurableError", "PartsWatch", "PendingSave", "Published", "Reason", "SaveOutcome"]
+__all__ = ["Abandoned", "NotDurableError", "PartsWatch", "PendingSave", "Published", "SaveOutcome"]
 
 _REASON = "reason.json"
 _LOOK_BEFORE_BEGIN = 6  # operations of a look for the outcome; later it is one
@@ -247,7 +248,7 @@ class PendingSave(Pending):
                 if name == _REASON or name.startswith(f".{_REASON}."):
                     files.remove(os.path.join(path, name))
 
-    def abandon(self, reason: Reason) -> Published | Abandoned:
+    def abandon(self, reason: Failure) -> Published | Abandoned:
         """Abandon the save, which need not have begun, unless it is decided already, and return the outcome.
 
         Its reason is the one that all ranks find. Raises StorageError if nothing can be decided.
@@ -274,7 +275,7 @@ class PendingSave(Pending):
             self._remove_reasons()
         return Abandoned(reason) if outcome is None else self._explained(outcome, reason)
 
-    def _explained(self, outcome: Published | Abandoned, reason: Reason) -> Published | Abandoned:
+    def _explained(self, outcome: Published | Abandoned, reason: Failure) -> Published | Abandoned:
         """Return the outcome, with this reason if storage has none. The record is made if there is room by now."""
         if isinstance(outcome, Published) or outcome.is_explained:
             return outcome
@@ -293,7 +294,7 @@ class PendingSave(Pending):
             where = os.path.join(self._abandoned_path, _REASON)
             document = read_json(where)
             with well_formed(where):
-                return Abandoned(unknown_reason(self.save) if document is None else Reason.from_document(document))
+                return Abandoned(unknown_reason(self.save) if document is None else Failure.from_document(document))
         return None
 
     def _outcome_with_reason(self) -> Published | Abandoned | None:
@@ -319,7 +320,7 @@ class PendingSave(Pending):
         """See `Pending.look`."""
         return (None, 1) if self.has_begun() else (self.decided(), _LOOK_BEFORE_BEGIN)
 
-    def _write_reason(self, where: str, reason: Reason) -> bool:
+    def _write_reason(self, where: str, reason: Failure) -> bool:
         try:
             files.write_durable(os.path.join(where, _REASON), encode_document(reason.to_document()))
         except StorageError:

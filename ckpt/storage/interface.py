@@ -19,10 +19,11 @@ from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
 from ckpt.errors import CheckpointExistsError, StorageError
+from ckpt.ranks.failure import Failure
 from ckpt.storage.moved_steps import Aside, MovedStep
 from ckpt.storage.names import RANKS_PER_DIRECTORY, SaveId, parse_save_name, parts_directory
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.outcomes import Abandoned, Published, Reason, SaveOutcome
+from ckpt.storage.outcomes import Abandoned, Published, SaveOutcome
 from ckpt.storage.ownership import Ownership
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.step_source import StepSource
@@ -178,10 +179,7 @@ class Pending(ABC):
 
     @abstractmethod
     def write_file(self, name: str, data: memoryview) -> None:
-        """Write a file as a whole, or not at all, and durably. What was there is replaced.
-
-        StorageError if the save does not exist any more.
-        """
+        """Write or replace a file, whole or not at all, durably. StorageError if the save does not exist any more."""
 
     @abstractmethod
     def publish(self) -> Published | Abandoned:
@@ -196,7 +194,7 @@ class Pending(ABC):
         """Make the published step durable, from a rank that did not publish it. Raises NotDurableError."""
 
     @abstractmethod
-    def abandon(self, reason: Reason) -> Published | Abandoned:
+    def abandon(self, reason: Failure) -> Published | Abandoned:
         """Abandon the save, which need not have begun, unless it is decided already, and return the outcome.
 
         Its reason is the one that all ranks find. Raises StorageError if nothing can be decided.

@@ -27,9 +27,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ckpt.errors import CheckpointCorruptError
+from ckpt.ranks.failure import Failure
 from ckpt.storage.documents import decode_document, encode_document, well_formed
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name
-from ckpt.storage.outcomes import Abandoned, Published, Reason, unknown_reason
+from ckpt.storage.outcomes import Abandoned, Published, unknown_reason
 from ckpt.storage.step_documents import INTENT
 from ckpt.storage.stores.interface import About, Store
 
@@ -55,7 +56,7 @@ class Record:
 
     save: SaveId
     state: State
-    reason: Reason | None = None
+    reason: Failure | None = None
     time: float = field(default_factory=time.time)
     number: int = 0
     about: About | None = None
@@ -73,7 +74,7 @@ class Record:
         return cls(save, "published")
 
     @classmethod
-    def abandoned(cls, save: SaveId, reason: Reason) -> Record:
+    def abandoned(cls, save: SaveId, reason: Failure) -> Record:
         """Return the record of a save that can never be published."""
         return cls(save, "abandoned", reason)
 
@@ -246,7 +247,7 @@ class Records:
             number = int(key.rpartition("/")[2].removesuffix(".json"))
             if save is None or state not in _STATES or _key(save, number) != key:
                 raise ValueError(f"it is of save {document['save']!r:.80}, in state {state!r:.40}")
-            reason = Reason.from_document(document["reason"]) if "reason" in document else None
+            reason = Failure.from_document(document["reason"]) if "reason" in document else None
             by, at = document.get("by"), str(document.get("at", ""))
             if at and PUBLISHED_STEP.fullmatch(at) is None:
                 raise ValueError(f"{at!r:.40} is no place of a step")

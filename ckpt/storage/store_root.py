@@ -23,11 +23,11 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.ranks.failure import Failure
 from ckpt.storage.copied_steps import CopiedDirectories
 from ckpt.storage.interface import Aside, MovedStep, Root
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.outcomes import Reason
 from ckpt.storage.records import Record, Records
 from ckpt.storage.state_changes import StateChanges
 from ckpt.storage.step_documents import INTENT
@@ -392,7 +392,7 @@ class StoreRoot(Root):
         owner = self.ownership.owner() if undecided else 0
         for save in undecided:
             if save.owner < owner and self._store.about(f"saves/{save.name}/{INTENT}") is None:
-                reason = Reason(None, "SaveAbandonedError", "a process of an earlier owner came too late")
+                reason = Failure(None, "SaveAbandonedError", "a process of an earlier owner came too late")
                 self._records.create(Record.abandoned(save, reason))
 
 

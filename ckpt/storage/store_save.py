@@ -8,11 +8,12 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FencedError, StorageError
 from ckpt.native import crc32c
+from ckpt.ranks.failure import Failure
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, encode_document
 from ckpt.storage.interface import NO_LINEAGE, Pending, Root
 from ckpt.storage.names import SaveId, pack_file, part_name, part_rank, parts_directory
 from ckpt.storage.node_lock import NodeLock
-from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason, SaveOutcome
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, SaveOutcome
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.records import Record, Records
 from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent
@@ -212,7 +213,7 @@ class StoreSave(Pending):
         outcome = self._decide(Record.published(self.save))
         if outcome == Published() and not self._records.keeps(Record.published(self.save)):
             return Abandoned(
-                Reason(None, "SaveAbandonedError", "the objects of the save were deleted before it was decided")
+                Failure(None, "SaveAbandonedError", "the objects of the save were deleted before it was decided")
             )
         return outcome
 
@@ -226,7 +227,7 @@ class StoreSave(Pending):
                 step=self.save.step,
             ) from error
 
-    def abandon(self, reason: Reason) -> Published | Abandoned:
+    def abandon(self, reason: Failure) -> Published | Abandoned:
         """See `Pending.abandon`."""
         self.check_token()
         return self._decide(Record.abandoned(self.save, reason))

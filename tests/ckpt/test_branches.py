@@ -19,6 +19,8 @@ import ckpt
 import inprocess
 from ckpt import AsyncCallsQueue
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
+from ckpt.ranks.collectives import StoreRanks
+from ckpt.ranks.failure import Failure
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving import recover, write
 from ckpt.saving.publish import publish
@@ -26,7 +28,6 @@ from ckpt.storage import files, step_reader
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.root import CheckpointRoot
-from ckpt.store_ranks import StoreRanks
 from ckpt.validation import validate
 from inprocess.abort import AbortTorchDistributed
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
@@ -497,7 +498,7 @@ def test_an_adoption_needs_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyP
     root.ownership.claim(token)
     for act in (
         lambda: publish(PendingSave(root, save, token), lambda: None),
-        lambda: PendingSave(root, save, token).abandon(recover.Reason(None, "SaveAbandonedError", "late")),
+        lambda: PendingSave(root, save, token).abandon(Failure(None, "SaveAbandonedError", "late")),
         lambda: recover.take_over(root, token, recover.Branch(0), 0.0, print),
     ):
         with pytest.raises(FencedError):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.async_calls.writer import Writer
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
 from ckpt.saving import stage as stage_module
 from ckpt.storage import directories, files
 from ckpt.storage.commit import Abandoned, PendingSave

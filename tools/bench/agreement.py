@@ -16,7 +16,8 @@ from ckpt.loading.match import Match, known_names, unknown_on_all_ranks
 from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.exchange import Exchange
-from ckpt.ranks import moved_bytes
+from ckpt.ranks.collectives import moved_bytes
+from ckpt.ranks.group import Group
 
 __all__ = ["STATES", "measure_agreement"]
 
@@ -31,9 +32,9 @@ def measure_agreement(state: str, names: int, ranks: int, repeats: int) -> dict[
     descriptions = STATES[state](names, ranks)
     rounds = _rounds_of(descriptions)
     found: dict[str, list[float]] = {"exchange": [], "restore": []}
-    group: _Group
+    group: _OneOf
     for _ in range(repeats):
-        group = _Group(ranks // 2, rounds)
+        group = _OneOf(ranks // 2, rounds)
         begin = time.process_time()
         _exchange(descriptions[group.rank], group)
         found["exchange"].append(time.process_time() - begin)
@@ -45,7 +46,7 @@ def measure_agreement(state: str, names: int, ranks: int, repeats: int) -> dict[
     answers = [known_names(Match(names=stored, known=known[id(each)]), "save") for each in _distinct(descriptions)]
     by_rank = dict(zip(known, answers, strict=True))
     for _ in range(repeats):
-        group = _Group(ranks // 2, [[by_rank[id(each)] for each in descriptions]], most)
+        group = _OneOf(ranks // 2, [[by_rank[id(each)] for each in descriptions]], most)
         own = descriptions[group.rank].tensors
         begin = time.process_time()
         match = Match(names=stored, known=bytes(path in own for path in stored))
@@ -59,15 +60,14 @@ class _NextRound(Exception):
     """Ends a rank's part at a round for which the payloads of the others are not known yet."""
 
 
-class _Group:
+class _OneOf(Group):
     """One rank among all, with known results of the collectives. `sent` is its payload in the first unknown round."""
 
     def __init__(self, rank: int, rounds: list[list[bytes]], most: bytes = b"") -> None:
-        self.rank = rank
+        super().__init__(rank, len(rounds[0]) if rounds else 0)
         self.sent = b""
         self.moved_bytes = 0
         self._rounds = iter(rounds)
-        self._world_size = len(rounds[0]) if rounds else 0
         self._most = most
 
     def __call__(self, payload: bytes) -> list[bytes]:
@@ -79,11 +79,11 @@ class _Group:
         return answers
 
     def maximum(self, payload: bytes) -> bytes:
-        self.moved_bytes += moved_bytes([0] * self._world_size) + 2 * len(payload)  # sizes are told first
+        self.moved_bytes += moved_bytes([0] * self.world_size) + 2 * len(payload)  # sizes are told first
         return self._most
 
 
-def _exchange(own: StateDescription, group: _Group) -> None:
+def _exchange(own: StateDescription, group: _OneOf) -> None:
     exchange = Exchange(own)
     exchange.finish(group(exchange.told), group)
 
@@ -101,7 +101,7 @@ def _rounds_of(descriptions: list[StateDescription]) -> list[list[bytes]]:
     while True:
         payloads: dict[int, bytes] = {}
         for rank in first.values():
-            group = _Group(rank, rounds)
+            group = _OneOf(rank, rounds)
             try:
                 _exchange(descriptions[rank], group)
             except _NextRound:

@@ -34,7 +34,7 @@ from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.save_plan import SavePlan, make_save_plan
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
 from ckpt.saving.host_memory import HostLimit
 from ckpt.saving.plan_cache import PlanCache
 from ckpt.saving.publish import publish

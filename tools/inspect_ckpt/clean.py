@@ -10,8 +10,8 @@ import os
 import time
 from dataclasses import dataclass
 
+from ckpt.ranks.failure import Failure
 from ckpt.storage.interface import DirectoryRoot, Root
-from ckpt.storage.outcomes import Reason
 from ckpt.storage.recycled import recycled_path
 from ckpt.storage.step_source import LocalStep, StepSource
 
@@ -141,7 +141,7 @@ def _remove(root: Root, items: list[_Item]) -> int:
     with owned(root) as token:
         for item in items:
             if item.save is not None:
-                reason = Reason(None, "SaveAbandonedError", f"removed by inspect_ckpt clean ({item.why})")
+                reason = Failure(None, "SaveAbandonedError", f"removed by inspect_ckpt clean ({item.why})")
                 root.pending_save(item.save.id, token).abandon(reason)
         root.discard_recycled()
         root.clean()

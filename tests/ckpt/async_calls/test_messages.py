@@ -1,6 +1,7 @@
 import pytest
 
-from ckpt.async_calls.messages import CODEC, Event, Finished, clip
+from ckpt.async_calls.messages import CODEC, Event, Finished
+from ckpt.ranks.failure import clip
 from inprocess.ipc.packets import PacketError
 
 

@@ -31,9 +31,9 @@ from ckpt.restart import CheckpointAbort, CheckpointFinalize, CheckpointInitiali
 from ckpt.saving import replicator
 from ckpt.saving import save as save_module
 from ckpt.saving import stage as stage_module
-from ckpt.saving.completion import Completion
 from ckpt.saving.memory_tier import MemoryTier
 from ckpt.saving.share import HEADER_BYTES, Share
+from ckpt.saving.snapshot_counts import SnapshotCounts
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.staging.copy_table import Copies
 from ckpt.storage.names import parse_save_name
@@ -131,7 +131,7 @@ class Saboteur:
         self._patch(save_module, "settle", "drain")
         self._patch(save_module.Saver, "settle_all", "drain")
         self._patch(restores_module, "restore", "restore")
-        self._patch(Completion, "count", "count")
+        self._patch(SnapshotCounts, "count", "count")
         self._patch(MemoryTier, "choose", "agreement")
         self._patch(StagedMemory, "fill", "copy-back")
         self._patch(MemoryTier, "settle", "settle")

@@ -30,12 +30,12 @@ import ckpt
 from ckpt.errors import CheckpointError
 from ckpt.mirroring.step_copy import StepCopy, Throttle
 from ckpt.native import crc32c
+from ckpt.ranks.failure import Failure
 from ckpt.storage.documents import canonical_json
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.outcomes import Reason
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_source import LocalStep
 from ckpt.storage.store_root import StoreRoot
@@ -257,7 +257,7 @@ def _of_root(root: Path) -> Iterator[Document]:
     """Yield the documents of a root beside those of its step, with a pending save and an abandoned one."""
     checkpoints = CheckpointRoot(str(root))
     pending = _begun(checkpoints, 9)
-    _begun(checkpoints, 8).abandon(Reason(0, "StorageError", "full"))
+    _begun(checkpoints, 8).abandon(Failure(0, "StorageError", "full"))
     readers = (
         lambda: _command("ls", "--all", str(root)),
         lambda: _command("watch", "--once", str(root)),
@@ -281,7 +281,7 @@ def _of_store() -> Iterator[Document]:
     root.make()
     token = root.ownership.claim(0)
     pending, abandoned = _begun(root, 9), _begun(root, 8)
-    abandoned.abandon(Reason(0, "StorageError", "full"))
+    abandoned.abandon(Failure(0, "StorageError", "full"))
     record, intent = f"records/{abandoned.save.name}/000.json", f"saves/{pending.save.name}/intent.json"
     readers = (lambda: _look(root), lambda: abandoned.outcome(), lambda: pending.parts_present())
     for key in (record, f"owner/{token}.json", intent):

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import AsyncCallsQueue, Checkpointer, PerRank, Staging, ranks
+from ckpt import AsyncCallsQueue, Checkpointer, PerRank, Staging
+from ckpt.ranks import collectives
 from ckpt.saving import plan_cache
 from ckpt.storage import step_source
 from ckpt.validation import validate
@@ -102,7 +103,7 @@ def _beside_a_slow_rank(rank: int, world_size: int, root: Path) -> list[str]:
         if event == "subprocess.Popen" or (event == "mmap.__new__" and args[1] >= _MB // world_size):
             (prepared if has_read.exists() else early).append(event)
 
-    real_read, real_meet = step_source.read_checked, ranks.meet
+    real_read, real_meet = step_source.read_checked, collectives.meet
 
     def read(fd: int, segments: Any) -> bool:
         nonlocal is_waiting
@@ -121,7 +122,7 @@ def _beside_a_slow_rank(rank: int, world_size: int, root: Path) -> list[str]:
 
     with Checkpointer(root) as checkpointer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_source, "read_checked", read)
-        patch.setattr(ranks, "meet", meet)
+        patch.setattr(collectives, "meet", meet)
         sys.addaudithook(hook)
         assert checkpointer.restore(state) == 1
         checkpointer.save(state, 2)
@@ -146,7 +147,7 @@ def _peak(rank: int, world_size: int, root: Path, save: bool) -> int:
         return 0
     from ckpt.loading.options import RestoreOptions
     from ckpt.loading.restore import Tiers, restore
-    from ckpt.ranks import Ranks
+    from ckpt.ranks.collectives import Ranks
     from ckpt.storage.root import CheckpointRoot
 
     for tensor in state.values():

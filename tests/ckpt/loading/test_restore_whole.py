@@ -23,6 +23,7 @@ from ckpt import (
     StateError,
     StateMismatchError,
 )
+from ckpt.loading import restore
 from tests.support import run_ranks
 
 
@@ -205,6 +206,29 @@ def test_an_object_that_refuses_on_one_rank_stops_all(tmp_path: Path) -> None:
     first, second = (result.value for result in run_ranks(_one_refuses, 2, tmp_path))
     assert first.startswith("rank 1 could not load step 1: StateError: own: _Loader.load_state_dict failed")
     assert second.startswith("own: _Loader.load_state_dict failed")
+
+
+def _rank_0_cannot_look(rank: int, world_size: int, root: Path) -> tuple[str, str]:
+    def breaks(*args: Any, **options: Any) -> Any:
+        raise ValueError("a driver of the storage has a bug")
+
+    with Checkpointer(root, timeout=10) as checkpointer:
+        checkpointer.save({"t": torch.ones(50)}, 1)
+        state = {"t": torch.zeros(50)}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(restore, "places", breaks)
+            with pytest.raises(CheckpointError if rank else ValueError) as caught:
+                checkpointer.restore(state)
+        assert checkpointer.restore(state) == 1
+        return str(caught.value), str(caught.value.__cause__)
+
+
+def test_an_unknown_error_of_the_rank_that_looks_for_steps_stops_all(tmp_path: Path) -> None:
+    """At once, with its traceback: the others do not wait for the timeout."""
+    first, second = (result.value for result in run_ranks(_rank_0_cannot_look, 2, tmp_path))
+    assert first[0] == "a driver of the storage has a bug"
+    assert second[0] == "rank 0 could not look for steps: ValueError: a driver of the storage has a bug"
+    assert "in breaks" in second[1]
 
 
 class _OnlyOnce(_Loader):

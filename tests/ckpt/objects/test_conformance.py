@@ -14,11 +14,12 @@ import torch
 import ckpt
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
 from ckpt.native import crc32c
+from ckpt.ranks.failure import Failure
 from ckpt.storage.documents import encode_document
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, Reason
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.records import Records
 from ckpt.storage.roots import open_root
@@ -26,7 +27,7 @@ from ckpt.storage.stores.opening import open_store
 from inprocess.ipc.process import Process
 from tests.support.object_server import Bucket, slow_down
 
-_REASON = Reason(1, "StorageError", "for a reason")
+_REASON = Failure(1, "StorageError", "for a reason")
 
 
 @pytest.fixture(params=["directory", "store in a directory", "sftp", "moto", "ceph", "memory"])
@@ -143,7 +144,7 @@ def test_an_abandoned_save_can_never_be_published(root: Root, token: int) -> Non
     pending = _save(root, token, 7)
     assert pending.abandon(_REASON) == Abandoned(_REASON)
     assert pending.publish() == pending.outcome() == pending.decided() == Abandoned(_REASON)
-    assert pending.abandon(Reason(0, "Other", "")) == Abandoned(_REASON)
+    assert pending.abandon(Failure(0, "Other", "")) == Abandoned(_REASON)
     assert (root.steps(), root.pending(), root.abandoned()) == ([], [], [pending.save])
     with pytest.raises(StorageError, match="abandoned"):
         pending.join()

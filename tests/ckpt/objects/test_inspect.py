@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.outcomes import Abandoned, Reason
+from ckpt.ranks.failure import Failure
+from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.roots import open_root
 from tests.support.object_server import Bucket
 from tools.inspect_ckpt.__main__ import main
@@ -24,7 +25,7 @@ def url(bucket: Bucket) -> str:
         for number in (3, 4):
             pending = root.pending_save(ckpt.storage.names.SaveId(number, token, "0" * 16))
             pending.begin(1, "plan")
-        pending.abandon(Reason(0, "StorageError", "the test says so"))
+        pending.abandon(Failure(0, "StorageError", "the test says so"))
         checkpointer.pin(1)
     return bucket.url
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.ranks.failure import Failure
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from ckpt.storage.stores.opening import open_store
@@ -103,7 +104,7 @@ def test_what_a_late_writer_has_put_is_deleted(any_bucket: Bucket) -> None:
         assert held.arrived.wait(20)
         root = open_root(any_bucket.url)
         (save,) = root.pending()
-        reason = ckpt.storage.outcomes.Reason(0, "StorageError", "given up by the test")
+        reason = Failure(0, "StorageError", "given up by the test")
         root.pending_save(save).abandon(reason)
         held.release()
         with pytest.raises(ckpt.errors.SaveAbandonedError, match="given up by the test"):

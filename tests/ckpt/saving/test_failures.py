@@ -26,8 +26,9 @@ from ckpt.errors import (
     RemoteTraceback,
     StateError,
 )
+from ckpt.ranks.failure import Failure
 from ckpt.saving import write
-from ckpt.storage.commit import Abandoned, PendingSave, Published, Reason
+from ckpt.storage.commit import Abandoned, PendingSave, Published
 from ckpt.storage.directories import lock_shared
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
@@ -629,7 +630,7 @@ def test_a_save_abandoned_before_it_began_never_begins(tmp_path: Path) -> None:
     root = CheckpointRoot(str(tmp_path / "root"))
     root.make()
     pending = PendingSave(root, SaveId(1, root.ownership.claim(0), "0" * 16))
-    reason = Reason(1, "StorageError", "rank 1 cannot")
+    reason = Failure(1, "StorageError", "rank 1 cannot")
     assert pending.abandon(reason) == Abandoned(reason) == pending.outcome()
     root.clean()
     with pytest.raises(CheckpointError, match="abandoned before it began"):
@@ -649,7 +650,7 @@ def _begun(root: CheckpointRoot) -> PendingSave:
 def test_the_reason_of_the_first_to_abandon_is_everybodys(tmp_path: Path) -> None:
     root = CheckpointRoot(str(tmp_path / "root"))
     pending = _begun(root)
-    answers = [pending.abandon(Reason(rank, "WriterError", f"rank {rank} died")) for rank in (1, 0)]
+    answers = [pending.abandon(Failure(rank, "WriterError", f"rank {rank} died")) for rank in (1, 0)]
     assert answers[0] == answers[1] == pending.outcome()
     (Path(root.abandoned_path) / pending.save.name / "reason.json").unlink()
     outcome = pending.outcome()

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.ranks.collectives import StoreRanks
 from ckpt.saving import snapshots
 from ckpt.saving.share import Share
-from ckpt.store_ranks import StoreRanks
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, is_state_of, resized, restarted, train_step
 from tests.support import LeakCheck, run_ranks

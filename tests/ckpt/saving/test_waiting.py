@@ -16,12 +16,13 @@ import pytest
 import ckpt
 from ckpt.async_calls.context import WriterContext
 from ckpt.errors import CheckpointError, StateError, StorageError
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
+from ckpt.ranks.failure import Failure
 from ckpt.saving import waiting
 from ckpt.saving.task import SaveOptions, WriteTask
 from ckpt.saving.waiting import OrphanedError, Waiting, look_schedule
 from ckpt.storage import documents
-from ckpt.storage.commit import Abandoned, PartsWatch, PendingSave, Published, Reason
+from ckpt.storage.commit import Abandoned, PartsWatch, PendingSave, Published
 from ckpt.storage.leases import EXPIRY_S, RENEW_S, RENEWALS_PER_S, Leases
 from ckpt.storage.names import RANKS_PER_DIRECTORY, SaveId, part_name
 from ckpt.storage.node_lock import NodeLock
@@ -272,7 +273,7 @@ def test_a_rank_writes_its_part_before_the_save_has_begun(tmp_path: Path) -> Non
 
 def test_a_late_rank_does_not_bring_an_abandoned_save_back(tmp_path: Path) -> None:
     pending = _begun(tmp_path, 2)
-    assert isinstance(pending.abandon(Reason(0, "StorageError", "full")), Abandoned)
+    assert isinstance(pending.abandon(Failure(0, "StorageError", "full")), Abandoned)
     with pytest.raises(StorageError, match="abandoned before this rank could write"):
         pending.join()
     assert pending.root.pending() == []
@@ -282,7 +283,7 @@ def test_a_late_rank_does_not_bring_an_abandoned_save_back(tmp_path: Path) -> No
 def test_what_a_late_rank_leaves_is_deleted(tmp_path: Path, fenced: bool) -> None:
     """It was killed after it had made the directory again, or before the coordinator was fenced."""
     pending = _begun(tmp_path, 2)
-    pending.abandon(Reason(0, "StorageError", "full"))
+    pending.abandon(Failure(0, "StorageError", "full"))
     running = PendingSave(pending.root, SaveId(2, pending.save.owner, "1" * 16))
     running.join()
     if fenced:
@@ -291,7 +292,7 @@ def test_what_a_late_rank_leaves_is_deleted(tmp_path: Path, fenced: bool) -> Non
         os.mkdir(pending.path)
     pending.root.clean()
     assert pending.root.pending() == ([] if fenced else [running.save])
-    assert pending.outcome() == Abandoned(Reason(0, "StorageError", "full"))
+    assert pending.outcome() == Abandoned(Failure(0, "StorageError", "full"))
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ def _abandon(rank: int, world_size: int, root: Path) -> str:
         if rank == 1:
             (save,) = saver._in_flight
             checkpointer.queue.start()
-            PendingSave(saver._root, save).abandon(Reason(1, "StorageError", "a disk of rank 1 is full"))
+            PendingSave(saver._root, save).abandon(Failure(1, "StorageError", "a disk of rank 1 is full"))
         checkpointer.queue.schedule_async_request(request)
         with pytest.raises(CheckpointError) as caught:
             checkpointer.maybe_finalize(blocking=True)

@@ -17,10 +17,10 @@ import pytest
 
 import ckpt
 from ckpt.mirroring.step_copy import StepCopy, Throttle
+from ckpt.ranks.failure import Failure
 from ckpt.saving.removal import Remover
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.outcomes import Reason
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.storage.small_saves import opened, save, state_of
 from tests.ckpt.storage.syscalls import Call, Syscalls
@@ -90,7 +90,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lost = own.pending_save(SaveId(7, token, "0" * 16))
     lost.join()
     shutil.copytree(root / "step_00000006" / "packs", Path(lost.path, "packs"))
-    lost.abandon(Reason(0, "StorageError", "of the test"))
+    lost.abandon(Failure(0, "StorageError", "of the test"))
     for step in (2, 3, 6):
         readers = root / ".readers" / str(own.save_of(step))
         readers.mkdir(parents=True)

@@ -11,11 +11,12 @@ import pytest
 
 import ckpt
 from ckpt.errors import StorageError
+from ckpt.ranks.failure import Failure
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId, pack_file
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.outcomes import Published, Reason
+from ckpt.storage.outcomes import Published
 from ckpt.storage.roots import open_root
 from tests.ckpt.storage.syscalls import Call, Syscalls
 
@@ -75,7 +76,7 @@ def test_what_is_gone_is_deleted(node: Node) -> None:
     abandoned, removed, kept = (node.save(step) for step in (1, 2, 3))
     node.publish(removed)
     node.publish(kept)
-    node.root.pending_save(abandoned).abandon(Reason(0, "StorageError", "for a reason"))
+    node.root.pending_save(abandoned).abandon(Failure(0, "StorageError", "for a reason"))
     assert node.root.retire_step(2, node.token)
     assert node.clean() == {kept.name}
 
@@ -114,7 +115,7 @@ def test_a_root_that_is_not_mounted(node: Node) -> None:
 
 def test_one_process_of_a_node_cleans(node: Node) -> None:
     save = node.save(1)
-    node.root.pending_save(save).abandon(Reason(0, "StorageError", "for a reason"))
+    node.root.pending_save(save).abandon(Failure(0, "StorageError", "for a reason"))
     lock = NodeLock(f"clean {node.path}")
     assert lock.take()
     assert node.clean() == {save.name}
@@ -156,7 +157,7 @@ def test_links_are_not_followed(node: Node, tmp_path: Path) -> None:
 
 def test_clean_before_is_for_the_first_save_of_an_owner(node: Node) -> None:
     left = node.save(1)
-    node.root.pending_save(left).abandon(Reason(0, "StorageError", "for a reason"))
+    node.root.pending_save(left).abandon(Failure(0, "StorageError", "for a reason"))
     node.packs.clean_before(node.token)
     assert (node.path / left.name).exists(), "this owner has saved here before"
     node.packs.clean_before(node.token + 1)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage.commit import PendingSave, Reason
+from ckpt.ranks.failure import Failure
+from ckpt.storage.commit import PendingSave
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import FORMAT_VERSION, CheckpointRoot
 from ckpt.validation import validate
@@ -97,7 +98,7 @@ def pending_save_just_before_its_rename(root: Path) -> Path:
 
 def abandoned_save(root: Path) -> Path:
     pending = begun(root)
-    pending.abandon(Reason(0, "StorageError", "full"))
+    pending.abandon(Failure(0, "StorageError", "full"))
     return root / ".abandoned" / pending.save.name
 
 

@@ -14,7 +14,8 @@ import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer, Staging
 from ckpt.loading.consistency import read_index
-from ckpt.storage.commit import Abandoned, PendingSave, Reason
+from ckpt.ranks.failure import Failure
+from ckpt.storage.commit import Abandoned, PendingSave
 from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import Report
@@ -113,7 +114,7 @@ def test_ls_chooses_a_damaged_step_that_can_be_restored(run: Commands, root: Pat
 def test_ls_lists_pending_and_abandoned_saves(run: Commands, root: Path) -> None:
     pending(root, 7)
     pending(root, 8, intent=False)
-    pending(root, 6).abandon(Reason(1, "StorageError", "the disk is full"))
+    pending(root, 6).abandon(Failure(1, "StorageError", "the disk is full"))
     rows = {row["step"]: row for row in run.json("ls", root)["saves"]}
     assert (rows[7]["state"], rows[6]["state"]) == ("pending", "abandoned")
     assert "2 parts missing: ranks 0, 1" in rows[7]["note"]
@@ -401,7 +402,7 @@ def littered(root: Path) -> Path:
     complete(root, pending(root, 7))
     pending(root, 8, intent=False)
     abandoned = pending(root, 9)
-    abandoned.abandon(Reason(0, "StorageError", "full"))
+    abandoned.abandon(Failure(0, "StorageError", "full"))
     return root
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer
-from ckpt.storage.commit import PendingSave, Reason
+from ckpt.ranks.failure import Failure
+from ckpt.storage.commit import PendingSave
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
 from tests.tools.inspect_ckpt.commands import Commands
@@ -118,7 +119,7 @@ def test_names_in_a_checkpoint_are_text(run: Commands, tmp_path: Path, queue: As
             state = {EVIL: torch.full((3,), float(step)), "x": {EVIL: EVIL * step}}
             checkpointer.save(state, step, metrics={EVIL: EVIL})
         save = SaveId(3, CheckpointRoot(str(root)).ownership.newest(), "0" * 16)
-        PendingSave(CheckpointRoot(str(root)), save).abandon(Reason(0, EVIL, EVIL))
+        PendingSave(CheckpointRoot(str(root)), save).abandon(Failure(0, EVIL, EVIL))
         page = report(run, root)
     assert page.text.count("<script>alert(1)</script>") >= 5
     assert "\x1b" not in page.text

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer
-from ckpt.storage.commit import PendingSave, Reason
+from ckpt.ranks.failure import Failure
+from ckpt.storage.commit import PendingSave
 from ckpt.storage.names import SaveId, pack_file
 from ckpt.storage.root import CheckpointRoot
 from tests.support import launch_ranks
@@ -117,7 +118,7 @@ def test_what_was_abandoned_says_why(run: Commands, root: Path) -> None:
     for step in range(5, 10):
         checkpoints = CheckpointRoot(str(root))
         save = SaveId(step, checkpoints.ownership.newest(), f"{step:016d}")
-        PendingSave(checkpoints, save).abandon(Reason(1, "StorageError", f"disk {step} is full" + "x" * 1000))
+        PendingSave(checkpoints, save).abandon(Failure(1, "StorageError", f"disk {step} is full" + "x" * 1000))
     text = run("watch", root, "--once")
     assert text.count("StorageError") == 3
     assert "rank 1: StorageError: disk" in text

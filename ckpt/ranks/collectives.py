@@ -1,7 +1,8 @@
-"""The ranks of the job, and the two collectives that checkpoints need, of bytes: an all-gather and a maximum.
+"""The ranks of the job, and the collectives that checkpoints need, of bytes: an all-gather and a maximum.
 
 Used when a state is planned and when one is restored; never in a training step. The ranks meet before each, with a
-deadline (see `meeting`), so that if one does not arrive the others lose this call and nothing more.
+deadline (see `rounds`), so that if one does not arrive the others lose this call and nothing more. `Ranks` are those of
+a process group of torch; `StoreRanks` have none yet, and use a store alone.
 """
 
 from __future__ import annotations
@@ -12,28 +13,29 @@ import logging
 import struct
 import zlib
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckpt.distributed import collective_device, torch_distributed
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
-from ckpt.meeting import MeetingError, meet, named
+from ckpt.ranks.distributed import collective_device, torch_distributed
+from ckpt.ranks.group import Group
+from ckpt.ranks.rounds import MissingRanksError, Round, gather, meet, named
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Ranks", "moved_bytes"]
+__all__ = ["Ranks", "StoreRanks", "moved_bytes"]
 
 _log = logging.getLogger("ckpt")
-_ANNOUNCEMENTS = 4
-_ABSENT = "-"  # no value of a key
+_T = TypeVar("_T")
+_TOLD = 4  # names that are kept
 _MOVED_BY_REDUCTION = 2
 """How many times its bytes a reduction moves."""
 _HEAD = struct.Struct("<QQ")  # the size of a payload, and a checksum of what the rank does
 _MIN_HEAD_BYTES, _MAX_HEAD_BYTES, _ALL_HEADS_BYTES = 80, 1024, 64 << 10
 
 
-class Ranks:
+class Ranks(Group):
     """This rank among all ranks of a process group (the default one if None). Without torch.distributed: one rank.
 
     A process that had a group keeps its rank when that is destroyed, until `forget`: the abort of a restart destroys it
@@ -42,6 +44,7 @@ class Ranks:
     """
 
     def __init__(self, process_group: ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
+        super().__init__()
         self.doing = "a checkpoint operation"
         self._timeout_s = timeout_s
         self._group = process_group
@@ -105,6 +108,18 @@ class Ranks:
                 raise CheckpointError(f"the ranks have payloads of {min(sizes)} to {max(sizes)} bytes, not of one size")
             return self._reduce(distributed, bytearray(payload))
 
+    def minimum(self, *numbers: int) -> list[int]:
+        """Return the smallest of each number over all ranks. Collective: one all_reduce and no meeting before it.
+
+        For calls that a training loop makes often. The deadline is that of the process group, whose errors it raises.
+        """
+        import torch
+        import torch.distributed as dist
+
+        smallest = torch.tensor(numbers, dtype=torch.int64, device=collective_device(self._group))
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
+        return [int(number) for number in smallest.tolist()]
+
     @contextlib.contextmanager
     def _collective(self) -> Iterator[Any]:
         """Yield torch.distributed; CheckpointError if there is no process group any more, or if it fails."""
@@ -134,50 +149,32 @@ class Ranks:
             self._refuse(self._exchange(distributed, doing, sizes, begins))
         return sizes, begins
 
-    def announce(self, name: str) -> None:
-        """Tell the other ranks `name`, for `has_announced`; the last names are kept. Never waits for them.
-
-        Without a process group, or if its store fails, it is not told.
-        """
-        try:
-            if (store := self.store()) is None:
-                return
-            store.set(f"told/{name}", "1")
-            self._told.append(f"told/{name}")
-            self._forget_told(store)
-        except (RuntimeError, ValueError) as error:
-            _log.debug("the store of the process group failed: %s", error)
-
-    def has_announced(self, name: str) -> bool:
-        """Return whether a rank has announced `name`, as far as known: one request to the store, without waiting."""
-        try:
-            store = self.store()
-            return store is not None and bool(store.check([f"told/{name}"]))
-        except (RuntimeError, ValueError) as error:
-            _log.debug("the store of the process group failed: %s", error)
-            return False
-
     def tell_first(self, name: str, text: str | None) -> str | None:
         """Tell the other ranks a text under `name`, unless one was told before; return the first. Never waits.
 
         With None only return it, None if there is none. Without a process group, or if its store fails, return `text`.
         The last names are kept.
         """
+        return self.in_store(lambda store: self._tell_first(store, name, text), text)
+
+    def _tell_first(self, store: Any, name: str, text: str | None) -> str | None:
+        told = Round(store, f"told/{name}", self.world_size)
+        if text is None:
+            return told.decision
+        first = told.decide(text)
+        if first == text:
+            self._told.append(name)
+            while len(self._told) > _TOLD:
+                Round(store, f"told/{self._told.popleft()}", self.world_size).delete()
+        return first
+
+    def in_store(self, ask: Callable[[Any], _T], otherwise: _T) -> _T:
+        """Return the result of `ask(store())`; `otherwise` without a process group, and if its store fails."""
         try:
-            if (store := self.store()) is None:
-                return text
-            first = store.compare_set(f"first/{name}", _ABSENT if text is None else "", text or _ABSENT).decode()
-            if text is not None and first == text:
-                self._told.append(f"first/{name}")
-                self._forget_told(store)
+            return otherwise if (store := self.store()) is None else ask(store)
         except (RuntimeError, ValueError) as error:
             _log.debug("the store of the process group failed: %s", error)
-            return text
-        return None if first == _ABSENT else str(first)
-
-    def _forget_told(self, store: Any) -> None:
-        while len(self._told) > _ANNOUNCEMENTS:
-            store.delete_key(self._told.popleft())
+            return otherwise
 
     def store(self) -> Any:
         """Return the part of the store that is for this group; None without a process group."""
@@ -191,7 +188,7 @@ class Ranks:
         """Wait until all ranks have arrived."""
         try:
             meet(self.store(), self.rank, self.world_size, self._timeout_s)
-        except MeetingError as error:
+        except MissingRanksError as error:
             raise CheckpointTimeoutError(
                 f"rank {self.rank} waited for all ranks to agree on {self.doing}: {error}. Every rank must call save, "
                 "warmup and restore, in the same order and for a state of the same structure; look for a rank that "
@@ -257,6 +254,42 @@ class Ranks:
         reduced = torch.frombuffer(data, dtype=torch.uint8).to(collective_device(self._group))
         distributed.all_reduce(reduced, distributed.ReduceOp.MAX, group=self._group)
         return bytes(reduced.cpu().numpy().tobytes())
+
+
+class StoreRanks(Group):
+    """Rank `rank` of `world_size` without a process group, with a part of a `store` for these collectives alone.
+
+    For a restore before the wrapped function of an iteration runs. One thread. Waits by polling, so that exceptions
+    thrown into this thread reach it.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Any, timeout_s: float) -> None:
+        super().__init__(rank, world_size)
+        self._store = store
+        self._timeout_s = timeout_s
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        """Give every rank the payloads of all ranks, by rank. Collective.
+
+        CheckpointTimeoutError, naming the missing ranks, when not all arrive in time, or one is known to have died;
+        CheckpointError if the store fails.
+        """
+        if self.world_size == 1:
+            return [payload]
+        try:
+            return gather(self._store, self.rank, self.world_size, self._timeout_s, payload)
+        except MissingRanksError as error:
+            raise CheckpointTimeoutError(
+                f"rank {self.rank} waited for all ranks, to agree on what to restore after a restart: {error}. Has "
+                "every process registered its state before the wrapper is called?",
+                rank=self.rank,
+            ) from None
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"rank {self.rank}: the store of the iteration failed, so the ranks cannot agree on what to restore: "
+                f"{error}",
+                rank=self.rank,
+            ) from error
 
 
 def moved_bytes(sizes: list[int]) -> int:

@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
-from ckpt.ranks import Ranks
+from ckpt.ranks.collectives import Ranks
 from tests.support import run_ranks
 
 _TIMEOUT_S = 6.0
@@ -73,6 +73,40 @@ def test_ranks_that_call_different_things_all_learn_it(tmp_path: Path) -> None:
         assert published == [7]
 
 
+class _InStore(Ranks):
+    """Ranks with a store and without collectives."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def store(self) -> Any:
+        return self._store
+
+
+def test_what_a_rank_tells_first_stands_and_only_the_last_names_are_kept() -> None:
+    store = torch.distributed.HashStore()
+    first, second = _InStore(store), _InStore(store)
+    before = store.num_keys()
+    assert (first.tell_first("a", None), first.tell_first("a", "1"), second.tell_first("a", "2")) == (None, "1", "1")
+    assert second.tell_first("a", None) == "1"
+    for number in range(20):
+        first.tell_first(f"{number}", "x")
+        second.tell_first(f"{number}", "y")
+    assert store.num_keys() - before <= 4
+    assert (second.tell_first("19", None), second.tell_first("a", None)) == ("x", None)
+
+
+def test_without_a_store_that_answers_a_rank_knows_what_it_says_itself() -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("the connection is closed")
+
+    for store in (None, Broken()):
+        assert _InStore(store).tell_first("a", "1") == "1"
+        assert _InStore(store).tell_first("a", None) is None
+
+
 def _meetings(rank: int, world_size: int, folder: Path) -> Any:
     """In the default group, in a group of some ranks, and in the default group made anew."""
     import torch.distributed as dist
@@ -122,15 +156,22 @@ def test_a_rank_that_died_is_not_waited_for(tmp_path: Path) -> None:
         assert "cannot" not in result.value
 
 
-def test_the_maximum_and_payloads_of_very_different_sizes() -> None:
+def test_the_maximum_the_minimum_and_payloads_of_very_different_sizes() -> None:
     def main(rank: int, world_size: int) -> Any:
         ranks = Ranks()
         sizes_differ = str(_error_of(ranks.maximum, bytes(3 + (rank == 2))))
         long = [payload for _ in range(2) for payload in ranks(bytes([7]) * 50_000 if rank == 1 else b"ab"[:rank])]
-        return ranks.maximum(bytes([rank, 9 - rank, 5])), ranks.maximum(b""), sizes_differ, long
+        return (
+            ranks.maximum(bytes([rank, 9 - rank, 5])),
+            ranks.maximum(b""),
+            sizes_differ,
+            long,
+            ranks.minimum(rank, -rank),
+        )
 
     for result in run_ranks(main, 5):
-        largest, nothing, sizes_differ, long = result.value
+        largest, nothing, sizes_differ, long, smallest = result.value
+        assert smallest == [0, -4]
         assert (largest, nothing) == (bytes([4, 9, 5]), b"")
         assert "payloads of 3 to 4 bytes" in sizes_differ
         assert long == [b"", bytes([7]) * 50_000, b"ab", b"ab", b"ab"] * 2

@@ -1,25 +1,28 @@
-"""A meeting of all ranks of a process group in its store, before a collective: all of them enter it, or none does.
+"""Rounds of the ranks of a group in a store of torch: they arrive, decide once, gather and wait.
 
-If some ranks do not enter a collective, the others wait in it until the timeout of the process group, and the group is
-unusable afterwards. So the ranks first count themselves in the store, and wait for all with a deadline of their own.
+A `Round` has a name. Each rank arrives at it once, and one value is decided, by one atomic `compare_set`: any number of
+ranks may propose, all get the first proposal. None of its methods waits for a rank.
+
+    NAME/arrived     how many ranks have arrived
+    NAME/decision    the value
+
+`meet` and `gather` wait for all ranks: all of them return, or none does. Ranks meet before each collective of a process
+group. If some ranks do not enter that, the others wait in it until the timeout of the group, which is unusable
+afterwards; a meeting has a deadline of its own, and leaves the group as it is.
 
     arrive at a round --> the last one decides "go"           --> the collective
            |
            +-- deadline of any rank, a rank died, or is interrupted: "given up" --> an error on all that had arrived
 
 A rank that waits watches the process of the next rank, if that was on the same node when it arrived at an earlier
-round: a dead rank is not waited for.
+round: a dead rank is not waited for. A rank that arrives at the deadline is either in time or late. A late rank arrives
+at the next round, so that later calls meet again.
 
-A decision is made by one atomic `compare_set`, so a rank that arrives at the deadline is either in time or late. A late
-rank arrives at the next round, so that later calls meet again.
-
-Keys of the store, below a prefix of ours and the name of the group:
-
-    round            the number of the current round
+    round            the number N of the current round, whose name is N
     at/RANK          the round that RANK arrived at last, and its node and process
-    N/arrived        how many ranks have arrived at round N
     N/closing        how many ranks want to give up round N
-    N/decision       "go", or why round N was given up
+    N/from/RANK      what RANK has to tell
+    N/all            what all ranks tell, put there by the last one that arrives
 
 Those of a round are deleted at the end of the next one in which all meet. If no rank is missing, each makes half a
 dozen operations. It waits by polling: the `wait` of a store blocks the connection, which other threads use as well, and
@@ -30,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import struct
 import time
 from dataclasses import astuple
 from typing import Any
@@ -37,17 +41,66 @@ from typing import Any
 from inprocess.ipc.process import Process
 from inprocess.ipc.suspension import Suspension
 
-__all__ = ["MeetingError", "meet", "named"]
+__all__ = ["MissingRanksError", "Round", "gather", "meet", "named", "value_of"]
 
 _GO = "go"
+_ABSENT = "-"  # no value of a key
 _CLOSING_S = 10.0  # for the first rank that gives up a round to find out who is missing
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.25
 _PAUSE = 0.1  # of the time waited: so all together wait at most that much longer than the last rank needs
 _WATCH_S = 1.0
 _SHOWN = 16
+_SIZE = struct.Struct("<Q")
 
 
-class MeetingError(Exception):
+class Round:
+    """A round of `world_size` ranks in a store, by its name."""
+
+    def __init__(self, store: Any, name: str, world_size: int) -> None:
+        self._store = store
+        self._name = name
+        self._world_size = world_size
+
+    def arrive(self) -> bool:
+        """Count this rank; return whether it is the last. Not to be repeated if the store fails: it may count then."""
+        return int(self._store.add(f"{self._name}/arrived", 1)) == self._world_size
+
+    @property
+    def arrived(self) -> int | None:
+        """The number of ranks that have arrived; None if none has, or if the round was deleted."""
+        count = value_of(self._store, f"{self._name}/arrived")
+        return None if count is None else int(count)
+
+    def decide(self, proposal: str) -> str:
+        """Return what is decided: this proposal, which is not empty, if it is the first."""
+        return str(self._store.compare_set(f"{self._name}/decision", "", proposal).decode())
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether there is a decision."""
+        return bool(self._store.check([f"{self._name}/decision"]))
+
+    @property
+    def decision(self) -> str | None:
+        """The decision; None if there is none yet."""
+        return value_of(self._store, f"{self._name}/decision")
+
+    def delete(self) -> None:
+        """Delete the keys. For a rank that knows that no other one uses them any more."""
+        for key in ("decision", "arrived"):
+            self._store.delete_key(f"{self._name}/{key}")
+
+
+def value_of(store: Any, key: str) -> str | None:
+    """Return the value of a key; None if it does not exist. Never waits, unlike `get`, and makes no key."""
+    value = store.compare_set(key, _ABSENT, _ABSENT).decode()
+    return None if value == _ABSENT else str(value)
+
+
+# -- rounds that wait for all ranks ------------------------------------------------------------------------------------
+
+
+class MissingRanksError(Exception):
     """The ranks did not meet. `missing` did not arrive in time; it is empty if one that had arrived left again."""
 
     def __init__(self, text: str, missing: list[int]) -> None:
@@ -58,36 +111,55 @@ class MeetingError(Exception):
 def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
     """Return when all ranks have called this. `store` is for this group alone.
 
-    MeetingError, on all ranks that have arrived, when some have not `timeout_s` after one of those, or when one of
+    MissingRanksError, on all ranks that have arrived, when some have not `timeout_s` after one of those, or when one of
     those was interrupted. Then no rank returns. Errors of the store are passed on.
     """
+    _met(store, rank, world_size, timeout_s, None)
+
+
+def gather(store: Any, rank: int, world_size: int, timeout_s: float, payload: bytes) -> list[bytes]:
+    """Do what `meet` does, and return the payloads of all ranks, by rank."""
+    return _met(store, rank, world_size, timeout_s, payload).gathered()
+
+
+def _met(store: Any, rank: int, world_size: int, timeout_s: float, payload: bytes | None) -> _Meeting:
+    """Return the first round at which all ranks arrive."""
     deadline = time.monotonic() + timeout_s
     number = int(store.add("round", 0))
     while True:
-        if store.check([f"{number}/decision"]):  # given up, and the number of the next round is about to be set
-            number += 1
+        if Round(store, f"{number}", world_size).is_decided:
+            number += 1  # given up, and the number of the next round is about to be set
             continue
-        decision = _Round(store, rank, world_size, number).attend(deadline, timeout_s)
+        meeting = _Meeting(store, rank, world_size, number)
+        decision = meeting.attend(deadline, timeout_s, payload)
         if decision == _GO:
-            return
+            return meeting
         reason = json.loads(decision)
         if rank not in reason["missing"]:
-            raise MeetingError(reason["why"], reason["missing"])
+            raise MissingRanksError(reason["why"], reason["missing"])
         number += 1
 
 
-class _Round:
+class _Meeting:
+    """One round in which ranks wait for all."""
+
     def __init__(self, store: Any, rank: int, world_size: int, number: int) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._number = number
+        self._round = Round(store, f"{number}", world_size)
+        self._gathers = False
 
-    def attend(self, deadline: float, timeout_s: float) -> str:
-        """Arrive, and return the decision."""
+    def attend(self, deadline: float, timeout_s: float, payload: bytes | None) -> str:
+        """Arrive, with a payload to be gathered, and return the decision."""
+        self._gathers = payload is not None
         try:
             self._store.set(f"at/{self._rank}", json.dumps([self._number, *astuple(Process.here())]))
-            if self._store.add(self._key("arrived"), 1) == self._world_size:
+            if payload is not None:
+                self._store.set(self._key(f"from/{self._rank}"), payload)
+            if self._round.arrive():
+                self._join()
                 return self._decide(_GO)
             return self._wait(deadline) or self._give_up(timeout_s)
         except Exception:
@@ -97,15 +169,31 @@ class _Round:
                 self._decide(self._reason(f"rank {self._rank} left again ({type(error).__name__})", []))
             raise
 
+    def gathered(self) -> list[bytes]:
+        """Return the payloads of all ranks. For a round with the decision to go."""
+        data = bytes(self._store.get(self._key("all")))
+        payloads, at = [], 0
+        while at < len(data):
+            (size,) = _SIZE.unpack_from(data, at)
+            at += _SIZE.size + size
+            payloads.append(data[at - size : at])
+        return payloads
+
     def _key(self, name: str) -> str:
         return f"{self._number}/{name}"
+
+    def _join(self) -> None:
+        """Put the payloads of all ranks, which have arrived, under one key, before the decision to go."""
+        if self._gathers:
+            payloads = self._store.multi_get([self._key(f"from/{rank}") for rank in range(self._world_size)])
+            self._store.set(self._key("all"), b"".join(_SIZE.pack(len(each)) + bytes(each) for each in payloads))
 
     def _wait(self, deadline: float) -> str | None:
         """Wait for the decision; return None if there is none by the deadline, or if the next rank died."""
         begin = time.monotonic()
         watch_at = begin + _WATCH_S
         suspension = Suspension()
-        while not self._store.check([self._key("decision")]):
+        while not self._round.is_decided:
             now = time.monotonic()
             deadline += suspension.missed_s()  # the others may have been suspended with this process
             if now >= deadline:
@@ -118,7 +206,7 @@ class _Round:
             pause_s = min(pause_s, deadline - now)
             suspension.expect(pause_s)
             time.sleep(pause_s)
-        return str(self._store.get(self._key("decision")).decode())
+        return self._round.decision
 
     def _give_up(self, timeout_s: float) -> str:
         """Give up the round: the first rank to do so finds out which are missing, the others wait for that."""
@@ -149,7 +237,7 @@ class _Round:
 
     def _decide(self, decision: str) -> str:
         """Make the decision unless there is one, and return what it is. No two ranks propose the same."""
-        decided = str(self._store.compare_set(self._key("decision"), "", decision).decode())
+        decided = self._round.decide(decision)
         if decided == decision:
             self._store.add("round", 1)  # before this rank enters a collective, so before any rank leaves it
             if decision == _GO:
@@ -158,10 +246,14 @@ class _Round:
 
     def _forget_earlier(self) -> None:
         """Delete the keys of earlier rounds: all ranks have arrived at this one."""
+        more = ["closing"]
+        if self._gathers:
+            more += ["all", *(f"from/{rank}" for rank in range(self._world_size))]
         number = self._number - 1
         # Not until `delete_key` returns False: a FileStore says of any key that it was deleted.
-        while number >= 0 and self._store.check([f"{number}/decision"]):
-            for name in ("decision", "arrived", "closing"):
+        while number >= 0 and (earlier := Round(self._store, f"{number}", self._world_size)).is_decided:
+            earlier.delete()
+            for name in more:
                 self._store.delete_key(f"{number}/{name}")
             number -= 1
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt.meeting import MeetingError, meet
+from ckpt.ranks.rounds import MissingRanksError, Round, meet, value_of
 from tests.support import launch_ranks
 
 _LONG_S = 50.0
@@ -45,6 +45,40 @@ class _Watched(dist.Store):
         return object.__getattribute__(self, name)
 
 
+def test_the_first_proposal_is_decided_for_all() -> None:
+    store = dist.HashStore()
+    first, second = Round(store, "a", 2), Round(store, "a", 2)
+    assert (first.is_decided, first.decision) == (False, None)
+    assert (first.decide("one"), second.decide("two"), second.decision) == ("one", "one", "one")
+    assert first.is_decided
+    assert Round(store, "b", 2).decision is None
+
+
+def test_the_last_rank_that_arrives_is_told() -> None:
+    store = dist.HashStore()
+    ranks = [Round(store, "a", 3) for _ in range(3)]
+    assert ranks[0].arrived is None
+    assert [(each.arrive(), each.arrived) for each in ranks] == [(False, 1), (False, 2), (True, 3)]
+
+
+def test_a_round_that_is_deleted_leaves_no_key() -> None:
+    store = dist.HashStore()
+    before = store.num_keys()
+    one = Round(store, "a", 2)
+    one.arrive()
+    one.decide("x")
+    one.delete()
+    assert (one.arrived, one.decision) == (None, None)
+    assert store.num_keys() == before
+
+
+def test_looking_for_a_value_never_makes_one(tmp_path: Path) -> None:
+    for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 1)):
+        assert [value_of(store, "a") for _ in range(2)] == [None, None]
+        assert store.compare_set("a", "", "first") == b"first"
+        assert value_of(store, "a") == "first"
+
+
 def _all_meet(store: dist.Store, world_size: int) -> None:
     with ThreadPoolExecutor(world_size) as pool:
         for future in [pool.submit(meet, store, rank, world_size, _LONG_S) for rank in range(world_size)]:
@@ -70,7 +104,7 @@ def test_who_does_not_come_is_named_and_is_in_time_for_the_next_round() -> None:
         assert second.waits.wait(_LONG_S)
         early.append(pool.submit(meet, store, 0, 4, _SHORT_S))
         for future in early:
-            with pytest.raises(MeetingError, match=r"ranks 1, 3 did not come within 0\.3 s") as caught:
+            with pytest.raises(MissingRanksError, match=r"ranks 1, 3 did not come within 0\.3 s") as caught:
                 future.result(timeout=_LONG_S)
             assert caught.value.missing == [1, 3]
     _all_meet(store, 4)
@@ -128,7 +162,7 @@ def test_a_rank_that_is_interrupted_takes_the_others_out_at_once() -> None:
         assert waits.waits.wait(_LONG_S)
         with pytest.raises(KeyboardInterrupt):
             meet(_Watched(store, interrupted), 1, 3, _LONG_S)
-        with pytest.raises(MeetingError, match=r"rank 1 left again \(KeyboardInterrupt\)"):
+        with pytest.raises(MissingRanksError, match=r"rank 1 left again \(KeyboardInterrupt\)"):
             other.result(timeout=_LONG_S)
     _all_meet(store, 3)
 
@@ -160,7 +194,7 @@ def test_keys_of_earlier_rounds_are_deleted() -> None:
     _all_meet(store, 3)
     after_one = store.num_keys()
     for _ in range(5):
-        with pytest.raises(MeetingError):
+        with pytest.raises(MissingRanksError):
             meet(store, 0, 3, 0.0)
         _all_meet(store, 3)
     assert store.num_keys() == after_one

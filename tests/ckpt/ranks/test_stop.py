@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt.stop_agreement import Outcome, StopAgreement, StopRequest
+from ckpt.ranks.stop import Outcome, StopAgreement, StopRequest
 
 _LONG_S = 30.0
 

@@ -1,26 +1,25 @@
 """An agreement of all ranks of a process group on one step to stop after, through its store, without a collective.
 
     a rank that was asked     request; proposes a step that lies ahead
-    every rank                passed that step already? --no--> holds it, and counts itself; the last one decides "stop"
+    every rank                passed that step already? --no--> holds it, and arrives; the last one decides "stop"
                                        |
                                        +-- yes --> proposes a later step, in the next round
     a rank that gave up       decides "leave"; if a step is decided that it does not reach in time, it says "over"
 
 A rank that holds a step does not pass it before there is a decision or a next round. So a step is decided only if no
 rank has passed it, and each rank stops there. There is one decision, made by one atomic `compare_set`: a rank that
-gives up and the last one that counts itself get the same answer.
+gives up and the last one that arrives get the same answer.
 
 Each rank has two threads here. Its main thread comes to steps (`arrive`) and never uses the store. Another one (`look`)
 takes part, also while the main thread is in a collective: no rank waits at a step for a main thread that needs it to go
 on.
 
-Keys of the store, below a prefix for this agreement:
+Rounds in the store (see `rounds`), below a prefix for this agreement:
 
-    request      why the ranks are to stop, which rank was asked, and how many seconds were left then
-    N/step       the step that round N proposes
-    N/held       how many ranks hold it
-    decision     "stop STEP" or "leave"
-    over         exists if a rank did not come to the step in time
+    request      decides why the ranks are to stop, which rank was asked, and how many seconds were left then
+    N            decides the step that is proposed in round N; ranks that hold it arrive
+    stop         decides: "stop STEP" or "leave"
+    over         is decided if a rank did not come to the step in time
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from ckpt.ranks.rounds import Round
 
 __all__ = ["Outcome", "StopAgreement", "StopRequest"]
 
@@ -70,8 +71,8 @@ class StopAgreement:
         self._is_over = False
         self._step_s = 0.0  # how long a step takes
         self._request: StopRequest | None = None
-        self._round = 0
-        self._is_counted = False  # in this round
+        self._number = 0  # of the round
+        self._has_arrived = False  # at this round
 
     @property
     def is_decided(self) -> bool:
@@ -113,49 +114,52 @@ class StopAgreement:
         Never waits for a rank. Errors of the store are passed on; then this can be called again.
         """
         if self._request is None:
-            if request is not None:
-                found = store.compare_set("request", "", json.dumps(asdict(request)))
-            elif store.check(["request"]):
-                found = store.get("request")
-            else:
+            asked = self._round(store, "request")
+            found = asked.decision if request is None else asked.decide(json.dumps(asdict(request)))
+            if found is None:
                 return None
             self._request = StopRequest(**json.loads(found))
         while self._decision is None and self._take_part(store, ahead_s):
             pass
         if isinstance(self._decision, int) and not self._is_over:
-            self._is_over = store.check(["over"])
+            self._is_over = self._round(store, "over").is_decided
         return self._request
 
     def leave(self, store: Any) -> None:
         """Make all ranks leave without a common step; of those that have stopped at one already, none."""
-        self._decide(store.compare_set("decision", "", _LEAVE))
+        self._decide(self._round(store, "stop").decide(_LEAVE))
         if not self.leaves:
-            store.set("over", "1")
+            self._round(store, "over").decide(_LEAVE)
             self._is_over = True
 
     def _take_part(self, store: Any, ahead_s: float) -> bool:
         """Do what can be done next; return whether there may be more."""
-        if store.check(["decision"]):
-            self._decide(store.get("decision"))
+        stop = self._round(store, "stop")
+        if (decision := stop.decision) is not None:
+            self._decide(decision)
             return False
-        if self._is_counted:
-            if not store.check([f"{self._round + 1}/step"]):
+        if self._has_arrived:
+            if not self._round(store, f"{self._number + 1}").is_decided:
                 return False
-            self._round, self._is_counted = self._round + 1, False
-        step = int(store.compare_set(f"{self._round}/step", "", str(self._proposal(ahead_s))))
+            self._number, self._has_arrived = self._number + 1, False
+        proposed = self._round(store, f"{self._number}")
+        step = int(proposed.decide(str(self._proposal(ahead_s))))
         if not self._hold(step):
-            self._round += 1  # and propose a step there
+            self._number += 1  # and propose a step there
             return True
-        self._is_counted = True  # before the addition, which may have been made even if it fails: never twice
-        if int(store.add(f"{self._round}/held", 1)) == self.world_size:
-            self._decide(store.compare_set("decision", "", f"stop {step}"))
+        self._has_arrived = True  # before it arrives, which it may have done even if that fails: never twice
+        if proposed.arrive():
+            self._decide(stop.decide(f"stop {step}"))
         return True
+
+    def _round(self, store: Any, name: str) -> Round:
+        return Round(store, name, self.world_size)
 
     def _proposal(self, ahead_s: float) -> int:
         """Return a step that probably no rank has passed; further ahead in each round."""
         with self._lock:
             ahead = 1 + int(ahead_s / self._step_s if self._step_s else 0)
-            return (self._passed or 0) + (ahead << self._round)
+            return (self._passed or 0) + (ahead << self._number)
 
     def _hold(self, step: int) -> bool:
         with self._lock:
@@ -164,7 +168,7 @@ class StopAgreement:
             self._held = step
             return True
 
-    def _decide(self, decision: bytes) -> None:
-        what, _, step = decision.decode().partition(" ")
+    def _decide(self, decision: str) -> None:
+        what, _, step = decision.partition(" ")
         with self._lock:
             self._decision = what if what == _LEAVE else int(step)

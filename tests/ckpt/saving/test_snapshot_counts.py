@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt.saving.completion import Completion
+from ckpt.ranks.collectives import Ranks
+from ckpt.saving.snapshot_counts import SnapshotCounts
 
 
-class _Ranks:
+class _Ranks(Ranks):
     """One of several ranks, with the store that they share."""
 
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
-        self.rank, self.world_size, self._store = rank, world_size, store
+        super().__init__()
+        self._last, self._store = (rank, world_size), store
 
     def store(self) -> Any:
         return self._store
@@ -24,9 +26,9 @@ def store() -> Any:
     return dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=10))
 
 
-def _completions(store: Any, world_size: int = 2) -> list[Completion]:
+def _completions(store: Any, world_size: int = 2) -> list[SnapshotCounts]:
     ranks = (_Ranks(rank, world_size, dist.PrefixStore("ckpt", store)) for rank in range(world_size))
-    return [Completion(each) for each in ranks]  # type: ignore[arg-type]
+    return [SnapshotCounts(each) for each in ranks]
 
 
 def test_complete_when_all_have_counted(store: Any) -> None:
@@ -107,7 +109,7 @@ def test_ranks_that_give_up_at_once_leave_a_complete_snapshot(store: Any) -> Non
         def __getattr__(self, name: str) -> Any:
             def call(*arguments: Any) -> Any:
                 answer = getattr(plain, name)(*arguments)
-                if self.both and (name == "add" or str(arguments[0]).startswith("fate/")):
+                if self.both and (name == "add" or str(arguments[0]).endswith("/decision")):
                     self.both = False
                     answers.append(third.withdraw("a"))
                 return answer
@@ -137,7 +139,7 @@ def test_a_store_that_fails(store: Any) -> None:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("the connection is closed")
 
-    (broken,) = [Completion(_Ranks(1, 2, Broken()))]  # type: ignore[arg-type]
+    (broken,) = [SnapshotCounts(_Ranks(1, 2, Broken()))]
     assert broken.count("a")  # which may have arrived
     assert broken.newest_of(["a"]) is None
     assert not broken.withdraw("a")
@@ -166,10 +168,10 @@ def test_a_snapshot_is_counted_once_though_the_answer_was_lost(store: Any) -> No
 
 
 def test_without_a_store_it_is_not_counted_yet() -> None:
-    assert not Completion(_Ranks(1, 2, None)).count("a")  # type: ignore[arg-type]
+    assert not SnapshotCounts(_Ranks(1, 2, None)).count("a")
 
 
 def test_one_rank_needs_no_store() -> None:
-    alone = Completion(_Ranks(0, 1, None))  # type: ignore[arg-type]
+    alone = SnapshotCounts(_Ranks(0, 1, None))
     assert alone.count("a")
     assert alone.newest_of(["a", "b"]) == "b"
