@@ -43,7 +43,7 @@ from inprocess.leftovers import Leftovers
 from inprocess.main_thread.async_raise import reraise_if_unraisable
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.thrower import MainThreadThrower
-from inprocess.monitor_process.keeper import MonitorProcess
+from inprocess.monitor_process.supervised import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
 from inprocess.phases import Phase
 from inprocess.process_state import handler_errors_logged, reset_libraries

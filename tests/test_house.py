@@ -63,7 +63,6 @@ SAME_CLASSES = {
     "Keep": 2,
     "LazyTensor": 2,
     "Leaf": 2,
-    "Leave": 2,
     "MaxActiveWorldSize": 2,
     "MemoryTier": 2,
     "Phase": 2,

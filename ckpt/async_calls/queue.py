@@ -26,7 +26,7 @@ from ckpt.async_calls.failures import not_closed, not_done, with_note
 from ckpt.async_calls.messages import Event
 from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
-from ckpt.keeper.client import Keeper
+from ckpt.keeper.trainer_side import Keeper
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.distributed import own_rank
 from inprocess.ipc.deadline import Deadline

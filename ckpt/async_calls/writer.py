@@ -27,7 +27,7 @@ from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.messages import CODEC, Attach, Detach, Event, Finished, Message, Ready, Run
 from ckpt.async_calls.writer_main import CONTROL_PAGE, ControlPage
 from ckpt.errors import RemoteTraceback, WriterError
-from ckpt.keeper.client import Keeper, Worker
+from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.ranks.distributed import own_rank
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children

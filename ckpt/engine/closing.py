@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import TracebackType
 
 from ckpt.engine.parts import Parts
@@ -51,15 +52,20 @@ class Closing:
         self._closed = True
         parts, ending = self._parts, Deadline(self._timeout_s)
         waiting = ending.before_end(self._leaving_s)
+        end_keeper: Callable[[], None] = functools.partial(parts.keeper.close, ending)
         try:
             self._finalize_all(waiting, finalized)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C waits for nothing: the writers finish by themselves
+                end_keeper = parts.keeper.release
+            raise
         finally:
             parts.saver.close(ending)
             if parts.exports is not None:
                 parts.exports.close(waiting)
             if parts.mirror is not None:
                 parts.mirror.close(waiting)
-            parts.keeper.close(ending)
+            end_keeper()
             self._release_exports(ending)
         if parts.reuses_files and parts.saver.last_rank == 0:
             finishes_within(ending, self._delete_recycled, "ckpt-delete-recycled")

@@ -9,9 +9,9 @@ from ckpt.arguments import in_seconds
 from ckpt.async_calls import AsyncCallsQueue
 from ckpt.engine.settings import Settings
 from ckpt.exporting.background import BackgroundExports
-from ckpt.keeper.client import Keeper
 from ckpt.keeper.lingering import LingeringMemory
 from ckpt.keeper.takeover import Job
+from ckpt.keeper.trainer_side import Keeper
 from ckpt.loading.restore import Tiers
 from ckpt.mirroring.background import BackgroundMirror
 from ckpt.options import Snapshots

@@ -21,7 +21,7 @@ from ckpt.events import ExportDone, ExportFailed
 from ckpt.exporting.messages import CODEC, ExportEnded, ExportRequest, Message
 from ckpt.exporting.options import ExportOptions
 from ckpt.formats.files import remove_left
-from ckpt.keeper.client import Keeper, Worker
+from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.storage.interface import HeldStep, Root
 from ckpt.storage.roots import own_directory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ckpt.keeper.process import main
+from ckpt.keeper.forking import main
 
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:4]))

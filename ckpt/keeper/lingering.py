@@ -10,9 +10,9 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 
-from ckpt.keeper.client import Keeper
 from ckpt.keeper.messages import Drop, End, Keep, Linger, Record, Settled
 from ckpt.keeper.takeover import Address, Job, Taken, take
+from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.unix_sockets import listen
 

@@ -1,7 +1,7 @@
 """The messages of a keeper: with its trainer, over an inherited channel, and with takers of memory, at its socket.
 
-trainer --- Start + socket -----------------------------------------------▶ keeper        workers
-trainer ◀-- Started + pidfd, Exited --------------------------------------- keeper
+trainer --- Fork + socket ------------------------------------------------▶ keeper        workers
+trainer ◀-- ForkedWorker + pidfd, Exited ---------------------------------- keeper
 trainer --- Linger + listener, then Keep + memfd, Drop, Settled, End -----▶ keeper        memory
 
 taker   ◀-- Greeting ---------------------- keeper        both prove that they know the secret of the keeper
@@ -39,8 +39,8 @@ __all__ = [
     "Region",
     "Release",
     "Settled",
-    "Start",
-    "Started",
+    "Fork",
+    "ForkedWorker",
     "Take",
     "greeting",
 ]
@@ -72,7 +72,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Fork:
     """Fork a worker that runs `program` with the socket sent with this, at these priorities."""
 
     worker_id: int
@@ -83,7 +83,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class ForkedWorker:
     """The worker exists; its pidfd is sent with this."""
 
     worker_id: int
@@ -150,9 +150,9 @@ class End:
     lingers: bool
 
 
-Control = Start | Started | Exited | Linger | Keep | Drop | Settled | End
+Control = Fork | ForkedWorker | Exited | Linger | Keep | Drop | Settled | End
 ControlChannel = Channel[Control]
-CONTROL: Codec[Control] = Codec(Start, Started, Exited, Linger, Keep, Drop, Settled, End)
+CONTROL: Codec[Control] = Codec(Fork, ForkedWorker, Exited, Linger, Keep, Drop, Settled, End)
 
 
 # -- at the socket -----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import cloudpickle
 from ckpt.arguments import in_seconds
 from ckpt.errors import CheckpointError
 from ckpt.events import MirrorDone, MirrorFailed
-from ckpt.keeper.client import Keeper, Worker
+from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.mirroring.messages import CODEC, Begun, Done, Due, Failed, Message, Setup
 from ckpt.mirroring.options import Mirror
 from ckpt.observing import emit, is_observed, shortened

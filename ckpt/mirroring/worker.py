@@ -28,7 +28,7 @@ from ckpt.errors import (
     FencedError,
     StorageError,
 )
-from ckpt.keeper.process import let_go_of_terminal
+from ckpt.keeper.forking import let_go_of_terminal
 from ckpt.mirroring.messages import CODEC, Begun, Done, Due, Failed, Report, Setup
 from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
 from ckpt.mirroring.wanted import Wanted

@@ -12,7 +12,7 @@ import os
 import select
 from collections.abc import Sequence
 
-from ckpt.keeper.client import Keeper, Worker
+from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.replication.control import (
     CODEC,
     Abort,

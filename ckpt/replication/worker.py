@@ -19,7 +19,7 @@ import socket
 import time
 from collections import deque
 
-from ckpt.keeper.process import let_go_of_terminal
+from ckpt.keeper.forking import let_go_of_terminal
 from ckpt.keeper.worker_memory import WorkerMemory
 from ckpt.replication.control import (
     CODEC,

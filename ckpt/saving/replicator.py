@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.events import SnapshotNotReplicated, SnapshotReplicated
-from ckpt.keeper.client import Keeper
+from ckpt.keeper.trainer_side import Keeper
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.options import Snapshots
 from ckpt.ranks.collectives import Ranks

@@ -18,8 +18,8 @@ from typing import Any
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
 from ckpt.errors import CheckpointError
 from ckpt.events import Retained, SnapshotStaged
-from ckpt.keeper.client import Keeper
 from ckpt.keeper.lingering import LingeringMemory
+from ckpt.keeper.trainer_side import Keeper
 from ckpt.observing import emit, is_observed
 from ckpt.options import Snapshots
 from ckpt.ranks.collectives import Ranks

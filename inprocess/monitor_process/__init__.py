@@ -1,7 +1,7 @@
 """The process that watches a rank from outside, and outlives it. Started by the rank's wrapper or by a launcher.
 
     start                           starts and ends the process
-    keeper                          the wrapper's process, replaced when it dies
+    supervised                      the wrapper's process, replaced when it dies
     messages                        all messages
     __main__                        the process: reads the first message, and runs one of two loops
       rank_monitor                  for a wrapper: the one rank that has started it
@@ -20,14 +20,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inprocess.monitor_process.keeper import MonitorProcess
+    from inprocess.monitor_process.supervised import MonitorProcess
 
 __all__ = ["MonitorProcess"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "MonitorProcess":
-        from inprocess.monitor_process.keeper import MonitorProcess
+        from inprocess.monitor_process.supervised import MonitorProcess
 
         return MonitorProcess
     raise AttributeError(f"module 'inprocess.monitor_process' has no attribute {name!r}")

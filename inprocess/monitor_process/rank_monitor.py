@@ -3,7 +3,7 @@
     one thread      RankMonitor.run: messages of the rank, its death, its time limits; requests to the store
     per iteration   SiblingMonitor: heartbeats
 
-The rank, and with it the whole job, goes on when its monitor dies: the wrapper starts a new one (`keeper`).
+The rank, and with it the whole job, goes on when its monitor dies: the wrapper starts a new one (`supervised`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt import AsyncCallsQueue, Checkpointer, ExportOptions
 from ckpt.events import ExportDone
-from ckpt.keeper.client import Keeper
+from ckpt.keeper.trainer_side import Keeper
 from ckpt.storage.step_reader import StepReader
 from tests.support import LeakCheck, is_gone, run_ranks
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import sys
 
-from ckpt.keeper.client import Keeper
 from ckpt.keeper.lingering import LingeringMemory
 from ckpt.keeper.messages import Record
 from ckpt.keeper.takeover import Address, Job, Taken
+from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 

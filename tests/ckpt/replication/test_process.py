@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ckpt.keeper.client import Keeper
+from ckpt.keeper.trainer_side import Keeper
 from ckpt.replication import process
 from ckpt.replication.control import Admit, Ended, ListHeld
 from ckpt.replication.process import ReplicaWorker
@@ -209,7 +209,7 @@ def test_an_address_of_another_node_cannot_be_used(leak_check: LeakCheck) -> Non
 
 _TRAINER = """
 import ctypes, os, sys
-from ckpt.keeper.client import Keeper
+from ckpt.keeper.trainer_side import Keeper
 from ckpt.replication.process import ReplicaWorker
 keeper = Keeper()
 worker = ReplicaWorker(keeper, float(sys.argv[3]))

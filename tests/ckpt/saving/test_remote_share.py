@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from ckpt.keeper.client import Keeper
+from ckpt.keeper.trainer_side import Keeper
 from ckpt.replication import tcp_server
 from ckpt.replication.process import ReplicaWorker
 from ckpt.replication.replica import Address, Replica

@@ -12,7 +12,7 @@ import pytest
 
 from inprocess import CallWrapper, Wrapper
 from inprocess.fault_tolerance import FaultToleranceConfig, RankMonitorClient, RankMonitorClientError
-from inprocess.monitor_process.keeper import MonitorProcess
+from inprocess.monitor_process.supervised import MonitorProcess
 from inprocess.sections.gate import SECTION_BOARD_ENV
 from tests.inprocess.restarting import seconds
 from tests.support import rank_values

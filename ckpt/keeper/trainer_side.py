@@ -14,7 +14,7 @@ import signal
 import subprocess
 from typing import Any, Generic, TypeVar
 
-from ckpt.keeper.messages import CONTROL, Control, ControlChannel, Exited, Start, Started
+from ckpt.keeper.messages import CONTROL, Control, ControlChannel, Exited, Fork, ForkedWorker
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin, in_forked_children
 from inprocess.ipc.packets import Channel, Codec
@@ -80,7 +80,7 @@ class Keeper:
         self.start()
         self._next_worker_id += 1
         assert self._control is not None
-        self._control.send(Start(self._next_worker_id, program, nice, io_class, io_level), fd)
+        self._control.send(Fork(self._next_worker_id, program, nice, io_class, io_level), fd)
         return self._next_worker_id
 
     def take_started(self, worker_id: int) -> tuple[int, int] | None:
@@ -103,7 +103,7 @@ class Keeper:
     def _take_in(self, control: ControlChannel) -> None:
         while (packet := control.receive()) is not None:
             match packet.message, packet.fds:
-                case Started(worker_id, pid), (pidfd,):
+                case ForkedWorker(worker_id, pid), (pidfd,):
                     self._started[worker_id] = (pid, pidfd)
                 case Exited(worker_id, how), ():
                     self._exits[worker_id] = how

@@ -1,9 +1,9 @@
 """The keeper process: single-threaded, free of torch; it forks workers, learns how they end, and keeps memory.
 
-    trainer (`client.Keeper`) ═══ control channel ═══ keeper ──fork──▶ writer      ═══ its own socket ═══ trainer
+    trainer (`trainer_side.Keeper`) ═══ control channel ═══ keeper ──fork──▶ writer      ═══ its own socket ═══ trainer
                                                         │└────fork──▶ replicas    ═══ its own socket ═══ trainer
     processes that take over ════ listening socket ═════╡ └───fork──▶ mirror, export
-                                                        ├─ memory: descriptors of slots (`memory`)
+                                                        ├─ memory: descriptors of slots (`kept_memory`)
                                                         └─ what workers leave (`worker_memory`) ═══ replicas
 
 A trainer cannot be forked safely: its threads, locks and CUDA context do not survive. The keeper is started once with
@@ -12,7 +12,7 @@ session and ignores SIGINT and SIGTERM, as its workers do: neither Ctrl-C nor a 
 save that is already staged.
 
 It lives as long as its trainer has the channel, a worker runs, or memory is kept. Workers finish by themselves when
-their sockets close; memory is kept as `memory` says. A worker may be killed at any time: memory is not in it.
+their sockets close; memory is kept as `kept_memory` says. A worker may be killed at any time: memory is not in it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NoReturn
 
-from ckpt.keeper.memory import KeptMemory, answer
-from ckpt.keeper.messages import CONTROL, ControlChannel, Exited, Start, Started
+from ckpt.keeper.kept_memory import KeptMemory, answer
+from ckpt.keeper.messages import CONTROL, ControlChannel, Exited, Fork, ForkedWorker
 from ckpt.keeper.takeover import release_all
 from ckpt.keeper.worker_memory import LeftMemory, WorkerMemory
 from inprocess.ipc.packets import PacketError
@@ -71,7 +71,7 @@ class _Child:
 class _Worker:
     """In a forked worker: what to run."""
 
-    order: Start
+    order: Fork
     socket: socket.socket
     memory: WorkerMemory | None
 
@@ -131,7 +131,7 @@ class _KeeperProcess:
             self._control.flush()
             try:
                 while (packet := self._control.receive()) is not None:
-                    if not isinstance(order := packet.message, Start):
+                    if not isinstance(order := packet.message, Fork):
                         if (taken := self._memory.take_in(packet)) and self._fork():
                             _end_child(lambda: release_all(taken, self._memory.job))
                         continue
@@ -156,7 +156,7 @@ class _KeeperProcess:
 
     # -- children ------------------------------------------------------------------------------------------------------
 
-    def _fork_worker(self, order: Start, end: socket.socket) -> _Worker | None:
+    def _fork_worker(self, order: Fork, end: socket.socket) -> _Worker | None:
         """Fork a worker. Returns None in the keeper, and in the worker what it has to run."""
         if order.program != _WITH_MEMORY:
             return _Worker(order, end.dup(), None) if self._fork(order.worker_id) else None
@@ -193,7 +193,7 @@ class _KeeperProcess:
         pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid is still its own
         self._children[pidfd] = _Child(pid, pidfd, worker_id, taker)
         if worker_id is not None:
-            self._control.send(Started(worker_id, pid), pidfd)
+            self._control.send(ForkedWorker(worker_id, pid), pidfd)
         return False
 
     def _reap(self, pidfd: int) -> None:

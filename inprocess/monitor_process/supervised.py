@@ -33,7 +33,7 @@ _QUIET_S = 60.0
 class MonitorProcess:
     """The monitor process of this rank, and those that replace it.
 
-    `on_lost(error)` is called on the keeper thread when no new one can be started. Methods may be called from any
+    `on_lost(error)` is called on the supervising thread when no new one can be started. Methods may be called from any
     thread. None waits for the monitor process, except `start` and `shutdown`, for a bounded time.
     """
 
@@ -50,7 +50,7 @@ class MonitorProcess:
         self._closing = False
         self._ended = False
         self._deaths = 0
-        self._keeper = JoinableThread(self._keep, "monitor-process-keeper")
+        self._supervisor = JoinableThread(self._supervise, "monitor-process-supervisor")
 
     @property
     def pid(self) -> int:
@@ -65,7 +65,7 @@ class MonitorProcess:
         except BaseException:
             self.shutdown()
             raise
-        self._keeper.start()
+        self._supervisor.start()
 
     def connect(self, description: dict[str, Any], iteration: int) -> None:
         """All ranks have met: have the monitor open the store. From `iteration` on it reports for this rank."""
@@ -113,7 +113,7 @@ class MonitorProcess:
             return
         self._closing = True
         self._wake.set()
-        self._keeper.join()
+        self._supervisor.join()
 
     def shutdown(self) -> None:
         """End the process, and wait for its end, a few seconds at most. Idempotent."""
@@ -141,7 +141,7 @@ class MonitorProcess:
         if old is not None:
             old.close()
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         """Keeper thread: replace the monitor process when it dies."""
         while not self._closing:
             handle = self._handle
