@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "signal_pipe": set(),
     "stop_agreement": set(),
     "preemption": FOUNDATION | {"signal_pipe", "stop_agreement"},
-    "async_calls": FOUNDATION,  # it runs any function and knows nothing of checkpoints
+    "async_calls": FOUNDATION | {"ranks"},  # it runs any function and knows nothing of checkpoints
     "replication": {"errors", "native"},  # it moves bytes, and knows nothing of checkpoints
     "lingering": set(),  # it keeps memory, and does not read it
     **dict.fromkeys(SIBLINGS, BASE),

@@ -1,15 +1,27 @@
-"""The errors of a queue that did not finish its calls in time."""
+"""The errors of calls that failed on other ranks, or were not done in time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
+from ckpt.async_calls.agreement import Failure
 from ckpt.distributed import own_rank
-from ckpt.errors import CheckpointTimeoutError
+from ckpt.errors import CheckpointTimeoutError, RemoteTraceback, WriterError
 
-__all__ = ["not_closed", "not_done", "with_note"]
+__all__ = ["failed_elsewhere", "not_closed", "not_done", "with_note"]
 
 _Error = TypeVar("_Error", bound=Exception)
+
+
+def failed_elsewhere(what: str, failures: Mapping[int, Failure]) -> WriterError:
+    """Return the error of a call that failed on these ranks, for one on which it did not."""
+    ranks = sorted(failures)
+    first = failures[ranks[0]]
+    others = f" (of ranks {ranks})" if len(ranks) > 1 else ""
+    error = WriterError(f"{what} failed on rank {ranks[0]}{others}: {first.message}", rank=ranks[0])
+    error.__cause__ = RemoteTraceback(first.traceback)
+    return error
 
 
 def not_done(first: int, last: int, timeout_s: float) -> CheckpointTimeoutError:

@@ -74,7 +74,8 @@ class Parts:
         )
         lingering = None if snapshots is None else _lingering(snapshots, root_at)
         ranks = Ranks(settings.process_group, timeout_s)
-        queue = settings.queue if settings.queue is not None else AsyncCallsQueue(process_group=settings.process_group)
+        # Its ranks agree by storage on what becomes of a save, not by collectives.
+        queue = settings.queue or AsyncCallsQueue(no_dist=True, process_group=settings.process_group)
         mirror_root, mirror = _mirror(root_at, settings)
         replicated = snapshots if snapshots is not None and snapshots.replicas else None
         exports = None if settings.export is None else BackgroundExports(root_at, settings.export)
