@@ -674,3 +674,12 @@ def test_a_published_step_keeps_nothing_of_ranks_that_tried_to_give_it_up(tmp_pa
         (Path(pending.path) / name).write_text("{")
     assert pending.publish() == Published()
     assert sorted(os.listdir(root.step_path(1))) == ["intent.json", "parts"]
+
+
+def test_pending_steps_are_those_that_are_not_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ckpt.pending_steps(tmp_path / "root") == []
+    _leave_pending(tmp_path / "root", 2, monkeypatch, complete=True)
+    assert ckpt.pending_steps(tmp_path / "root") == [2]
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        assert checkpointer.restore(_state(0.0)) == 2
+    assert ckpt.pending_steps(tmp_path / "root") == []
