@@ -37,17 +37,20 @@ if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer
     from ckpt.exporting.export import export
     from ckpt.exporting.options import ExportOptions
+    from ckpt.loading.lazy import Checkpoint, LazyTensor
     from ckpt.loading.lazy import open_checkpoint as open
     from ckpt.loading.load import load
     from ckpt.loading.zarr_store import zarr_store
     from ckpt.mirroring.options import Mirror
     from ckpt.observing import Observation, observe
     from ckpt.options import Snapshots, Staging
+    from ckpt.planning.given_leaves import Leaves
     from ckpt.planning.state_dict import PerRank, RngState
     from ckpt.preemption import PreemptionWatcher
     from ckpt.ranks.collectives import Ranks
     from ckpt.saving.retention import Best, Every, EverySeconds, Keep, Latest, Pinned
-    from ckpt.saving.scheduled import wait_until_written
+    from ckpt.saving.scheduled import pending_steps, wait_until_written
+    from ckpt.storage.small_files import SmallFiles
     from ckpt.values.registry import Unregistered, register_encoder
     from ckpt.values.tensor_subclasses import register_tensor_subclass
 
@@ -55,6 +58,7 @@ __all__ = [
     "AsyncCallsQueue",
     "AsyncRequest",
     "Best",
+    "Checkpoint",
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointExistsError",
@@ -71,6 +75,8 @@ __all__ = [
     "FormatVersionError",
     "Keep",
     "Latest",
+    "LazyTensor",
+    "Leaves",
     "Mirror",
     "Observation",
     "PerRank",
@@ -80,6 +86,7 @@ __all__ = [
     "RemoteTraceback",
     "RngState",
     "SaveAbandonedError",
+    "SmallFiles",
     "Snapshots",
     "Staging",
     "StateError",
@@ -93,6 +100,7 @@ __all__ = [
     "export",
     "observe",
     "open",
+    "pending_steps",
     "register_encoder",
     "register_tensor_subclass",
     "wait_until_written",
@@ -114,6 +122,7 @@ _LAZY = {
     "observe": "ckpt.observing",
     "Snapshots": "ckpt.options",
     "Staging": "ckpt.options",
+    "Leaves": "ckpt.planning.given_leaves",
     "PerRank": "ckpt.planning.state_dict",
     "PreemptionWatcher": "ckpt.preemption",
     "Ranks": "ckpt.ranks.collectives",
@@ -121,8 +130,12 @@ _LAZY = {
     "Unregistered": "ckpt.values.registry",
     "register_encoder": "ckpt.values.registry",
     "load": "ckpt.loading.load",
+    "Checkpoint": "ckpt.loading.lazy",
+    "LazyTensor": "ckpt.loading.lazy",
     "open": "ckpt.loading.lazy",
     "register_tensor_subclass": "ckpt.values.tensor_subclasses",
+    "SmallFiles": "ckpt.storage.small_files",
+    "pending_steps": "ckpt.saving.scheduled",
     "wait_until_written": "ckpt.saving.scheduled",
     "zarr_store": "ckpt.loading.zarr_store",
 }

@@ -237,7 +237,7 @@ class Checkpointer(Uncopied):
         """
         self._closing.check_open()
         with self._phases("ckpt.finalize"):
-            self._parts.queue.maybe_finalize_async_calls(blocking=blocking)
+            self._parts.queue.maybe_finalize_async_calls(blocking=blocking, no_dist=True)
         if self._parts.exports is not None:
             self._parts.exports.poll()
         if self._parts.mirror is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ckpt.integrations.megatron import AsyncCallsQueue, AsyncRequest
+from ckpt import AsyncCallsQueue, AsyncRequest
 
 STEPS, SAVE_EVERY = 30, 10
 

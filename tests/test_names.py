@@ -24,8 +24,8 @@ CKPT: list[Signature] = [
             "async_fn_args": REQUIRED,
             "finalize_fns": REQUIRED,
             "async_fn_kwargs": {},
-            "is_frozen": False,
             "preload_fn": None,
+            "is_frozen": False,
             "call_idx": 0,
         },
     ),
@@ -45,7 +45,7 @@ CKPT: list[Signature] = [
         },
     ),
     ("ckpt.AsyncCallsQueue.schedule_async_request", {"async_request": REQUIRED}),
-    ("ckpt.AsyncCallsQueue.maybe_finalize_async_calls", {"blocking": False, "no_dist": True}),
+    ("ckpt.AsyncCallsQueue.maybe_finalize_async_calls", {"blocking": False, "no_dist": ANY}),
     ("ckpt.AsyncCallsQueue.get_num_unfinalized_calls", {}),
     ("ckpt.AsyncCallsQueue.warmup_persistent_caller", {"rank": REQUIRED, "mp_mode": ANY}),
     ("ckpt.AsyncCallsQueue.close", {"abort": False}),
@@ -55,7 +55,7 @@ CKPT: list[Signature] = [
         "ckpt.DistributedAsyncCaller.schedule_async_call",
         {"async_fn": REQUIRED, "save_args": REQUIRED, "save_kwargs": {}},
     ),
-    ("ckpt.DistributedAsyncCaller.is_current_async_call_done", {"blocking": False, "no_dist": True}),
+    ("ckpt.DistributedAsyncCaller.is_current_async_call_done", {"blocking": False, "no_dist": False}),
 ]
 
 _RESTARTER = {"restarter_state": ANY, "restarter_stage": ANY, "logger": ANY, "special_rank": ANY}

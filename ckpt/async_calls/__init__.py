@@ -5,16 +5,17 @@
                    ◀───────────────────────── (in order)      ◀══════════════════   ▲ fork
                     maybe_finalize_async_calls                                     keeper
 
-This package knows nothing of checkpoints. Start with `queue`; `call` is one call from its request to its end, `writer`
-and `writer_main` are the two ends of a writer process.
+This package knows nothing of checkpoints. Start with `queue`, which finalizes calls, and `runner` below it, which runs
+them; `call` is one call from its `request` to its end, `writer` and `writer_main` are the two ends of a writer process.
 """
 
-from ckpt.async_calls.call import AsyncRequest, CallTimer, RecoverableCall
+from ckpt.async_calls.call import CallTimer, RecoverableCall
 from ckpt.async_calls.caller import DistributedAsyncCaller
 from ckpt.async_calls.compatible import abort_nvrx_checkpoint
 from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.context import WriterContext, current
 from ckpt.async_calls.queue import AsyncCallsQueue
+from ckpt.async_calls.request import AsyncRequest
 
 __all__ = [
     "AsyncCallsQueue",

@@ -1,4 +1,4 @@
-"""A background call: the request, what a writer gets of it, and what becomes of it.
+"""A background call, from its request to its end.
 
     AsyncRequest ──▶ Call: scheduled ──▶ begun ──▶ settled: done ────▶ finalized
                       │  ▲ again, if its writer     └────── failed ──▶ dropped
@@ -19,22 +19,23 @@ import pickle
 import sys
 import time
 import types
-from collections import ChainMap, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import cloudpickle
 
+from ckpt.async_calls.failures import failed_elsewhere
+from ckpt.async_calls.request import Request, Work, as_request, run_all, work_of
 from ckpt.errors import CheckpointError, WriterError
-from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.distributed import own_rank
 from ckpt.ranks.failure import Failure
 from inprocess.ipc.interpreter import import_path
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["AsyncRequest", "Call", "CallTimer", "CodePickler", "RecoverableCall", "Work", "load_work"]
+__all__ = ["Call", "CallTimer", "CodePickler", "RecoverableCall", "load_work"]
 
 
 class CallTimer(Protocol):
@@ -85,87 +86,6 @@ class RecoverableCall(Protocol):
         ...
 
 
-class AsyncRequest(NamedTuple):
-    """One background call and the functions that finalize it.
-
-    `async_fn` runs in a writer process with `async_fn_args` and `async_fn_kwargs`; None runs nothing. When it has
-    returned, on all ranks if so asked, `finalize_fns` run in the trainer in order.
-
-    `preload_fn` runs in the writer before `async_fn`; what it returns replaces the second of `async_fn_args`, the data.
-    It gets no arguments: bind them with `functools.partial`. Like the arguments it is pickled when the request is
-    scheduled, with the values that it refers to at that time. `call_idx` is the index of the call in its queue, which
-    sets it.
-    """
-
-    async_fn: Callable[..., Any] | None
-    async_fn_args: tuple[Any, ...]
-    finalize_fns: list[Callable[[], Any]]
-    async_fn_kwargs: Mapping[str, Any] = {}
-    is_frozen: bool = False
-    preload_fn: Callable[[], Any] | None = None
-    call_idx: int = 0
-
-    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Append `fn`. Raises RuntimeError when the request is frozen, which it is once scheduled."""
-        if self.is_frozen:
-            raise RuntimeError("cannot add a finalize function: the request is frozen, its call may already be running")
-        self.finalize_fns.append(fn)
-
-    def execute_sync(self) -> None:
-        """Run everything here and now, in this process: `preload_fn`, the function, then the finalize functions.
-
-        Makes no collective. Raises what they raise; ValueError if `preload_fn` has no argument to replace.
-        """
-        if self.async_fn is not None:
-            _work_of(self, self.async_fn).run()
-        self.execute_finalize_fns(validate_matching_call_idx=False)
-
-    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
-        """Run all finalize functions in order, whatever they raise, then raise the first exception. Returns `call_idx`.
-
-        With `validate_matching_call_idx`, where torch.distributed is initialized, all ranks must call this together:
-        one all_reduce compares `call_idx`. RuntimeError, and no finalize function runs, if ranks have different ones.
-        """
-        if validate_matching_call_idx and own_rank() is not None:
-            smallest, minus_largest = Ranks().minimum(self.call_idx, -self.call_idx)
-            if smallest != -minus_largest:
-                raise RuntimeError(
-                    f"ranks finalize different calls: their indices are {smallest} to {-minus_largest}, "
-                    f"{self.call_idx} on this rank; all ranks must schedule and finalize the same requests in order"
-                )
-        first = _run_all(deque(self.finalize_fns))
-        if first is not None:
-            raise first
-        return self.call_idx
-
-    def freeze(self) -> AsyncRequest:
-        """Return a copy that accepts no more finalize functions."""
-        return self._replace(finalize_fns=list(self.finalize_fns), is_frozen=True)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a writer runs: a request without what stays in the trainer."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    preload_fn: Callable[[], Any] | None = None
-
-    def run(self) -> None:
-        """Run it here. Raises what its functions raise."""
-        args = self.args if self.preload_fn is None else (self.args[0], self.preload_fn(), *self.args[2:])
-        self.fn(*args, **self.kwargs)
-
-
-def _work_of(request: AsyncRequest, fn: Callable[..., Any]) -> Work:
-    """Return what runs when `fn` is called as the request says. ValueError if `preload_fn` has nothing to replace."""
-    args = request.async_fn_args
-    if request.preload_fn is not None and len(args) < 2:
-        raise ValueError(f"preload_fn replaces the second of async_fn_args, but there are only {len(args)}")
-    return Work(fn, args, dict(request.async_fn_kwargs), request.preload_fn)
-
-
 class Call(Uncopied):
     """One call of a queue, in the trainer. Not thread-safe.
 
@@ -174,23 +94,29 @@ class Call(Uncopied):
     done when the method is called again.
     """
 
-    def __init__(self, index: int, request: AsyncRequest) -> None:
-        """Pickle the work. Raises what that raises; ValueError for a closed region, or nothing to preload."""
+    def __init__(self, index: int, request: Request) -> None:
+        """Run `preload_fn`, and pickle the work. Raises what these raise.
+
+        ValueError for a closed region, or if there is no argument that `preload_fn` could replace.
+        """
         self.index = index
-        self.request = request.freeze()._replace(call_idx=index)
+        self.request = as_request(request, index)
         self.regions: dict[str, SharedMemory] = {}  # what the work refers to
         self.fd = -1
         self.attempts = 0  # of sending it
         self.timer: CallTimer | None = None
-        self.settled = request.async_fn is None
+        self.settled = self.request.async_fn is None
         self.error: CheckpointError | None = None  # to raise if it failed; `abandoned` has been called then
         self._scheduled_ns = time.monotonic_ns()
         self._event_error: Exception | None = None
-        self._finalize_fns = deque(request.finalize_fns)
-        fn = request.async_fn
+        # An iterator over the list itself: functions that are added to it before it ends are called, too.
+        self._finalize_fns = iter(self.request.finalize_fns)
+        fn = self.request.async_fn
         if fn is not None:
-            work = _work_of(request, getattr(fn, "in_writer", fn))  # of a `RecoverableCall`
+            work = work_of(self.request, getattr(fn, "in_writer", fn))  # of a `RecoverableCall`
             self.fd = _pickled(work, self.regions)
+        # The arguments are pickled: a call that waits does not keep them in memory a second time.
+        self.request = self.request._replace(async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
 
     @property
     def label(self) -> str:
@@ -240,7 +166,7 @@ class Call(Uncopied):
 
     def finalize(self) -> Exception | None:
         """Run the finalize functions, whatever they raise; return the first exception. None of them runs twice."""
-        return _run_all(self._finalize_fns)
+        return run_all(self._finalize_fns)
 
     def abandon(self, error: CheckpointError) -> None:
         """Fail, unless that has happened before: tell the call and let it choose the error to raise.
@@ -261,32 +187,18 @@ class Call(Uncopied):
             chosen.__cause__ = error.__cause__ or error
         self.error = chosen
 
-    def fail_on_all(self, ranks: Ranks) -> None:
-        """Fail, as the call failed on some ranks, which may or may not include this one. Collective."""
-        ranks.doing = f"the failure of background call {self.index}"
-        own = b"" if self.error is None else Failure.of(self.error, own_rank())
-        failures = [each for each in ranks.outcomes(own) if isinstance(each, Failure)]
-        failed = [failure.rank for failure in failures]
+    def own_failure(self) -> Failure | None:
+        """Return why it failed here, for the other ranks; None if it did not."""
+        return None if self.error is None else Failure.of(self.error, own_rank())
+
+    def take_failures(self, failures: Sequence[Failure]) -> None:
+        """Fail, as the call failed on these ranks, which may or may not include this one."""
         if self.error is None:
-            first = failures[0]
-            others = f" (of ranks {failed})" if len(failed) > 1 else ""
-            message = f"background call {self.index} failed on rank {first.rank}{others}: {first.text}"
-            error = first.error(message, WriterError)
+            error = failed_elsewhere(f"background call {self.index}", failures)
             self.abandon(error)
             self.error = self.error or error  # it failed elsewhere, whatever was done here
-        elif len(failed) > 1:
-            self.error.add_note(f"the call failed on ranks {failed}")
-
-
-def _run_all(fns: deque[Callable[[], Any]]) -> Exception | None:
-    """Run and remove each function, whatever they raise; return the first exception."""
-    first: Exception | None = None
-    while fns:
-        try:
-            fns.popleft()()
-        except Exception as error:
-            first = first or error
-    return first
+        elif len(failures) > 1:
+            self.error.add_note(f"the call failed on ranks {[failure.rank for failure in failures]}")
 
 
 # -- work on its way to a writer ---------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ckpt.async_calls.call import AsyncRequest
 from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.queue import AsyncCallsQueue
+from ckpt.async_calls.request import AsyncRequest
 from inprocess.ipc.uncopied import Uncopied
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class DistributedAsyncCaller(Uncopied):
     def schedule_async_call(
         self,
         async_fn: Callable[..., Any] | None,
-        save_args: tuple[Any, ...],
+        save_args: Sequence[Any],
         save_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Start the call in the background. Raises RuntimeError while the previous one is not known to be done."""
@@ -38,8 +38,8 @@ class DistributedAsyncCaller(Uncopied):
             )
         self._queue.schedule_async_request(AsyncRequest(async_fn, save_args, [], save_kwargs))
 
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
-        """Return whether no call is running; with ``no_dist=False`` on any rank, and all ranks must call this.
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Return whether no call is running on any rank; all ranks must call this. With `no_dist` only on this one.
 
         Raises a CheckpointError when the call failed (once; the next call gets a new writer if need be),
         CheckpointTimeoutError as `AsyncCallsQueue.maybe_finalize_async_calls` does.

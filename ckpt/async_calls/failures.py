@@ -1,15 +1,24 @@
-"""The errors of a queue that did not finish its calls in time."""
+"""The errors of calls that failed on other ranks, or were not done in time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
-from ckpt.errors import CheckpointTimeoutError
+from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from ckpt.ranks.distributed import own_rank
+from ckpt.ranks.failure import Failure
 
-__all__ = ["not_closed", "not_done", "with_note"]
+__all__ = ["failed_elsewhere", "not_closed", "not_done", "with_note"]
 
 _Error = TypeVar("_Error", bound=Exception)
+
+
+def failed_elsewhere(what: str, failures: Sequence[Failure]) -> CheckpointError:
+    """Return the error of a call that failed on these ranks, for one on which it did not."""
+    ranks, first = [failure.rank for failure in failures], failures[0]
+    others = f" (of ranks {ranks})" if len(ranks) > 1 else ""
+    return first.error(f"{what} failed on rank {first.rank}{others}: {first.text}", WriterError)
 
 
 def not_done(first: int, last: int, timeout_s: float) -> CheckpointTimeoutError:

@@ -6,35 +6,30 @@
              │    │    └─ dropped: never finalized, abandoned() called, error raised
              └────┴────── finalize functions run here, in the trainer, by maybe_finalize_async_calls
 
-A call is *settled* when it is done or failed. With ``no_dist=False`` a call leaves the queue only when it is settled on
-all ranks, and then in the same way on all of them: finalized if it is done everywhere, dropped if it failed anywhere.
+A call is *settled* when it is done or failed. It leaves the queue only when it is settled on all ranks, and then in the
+same way on all of them: finalized if it is done everywhere, dropped if it failed anywhere. With ``no_dist=True`` each
+rank finalizes its own calls.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from ckpt.async_calls.call import AsyncRequest, Call
+from ckpt.async_calls.agreement import Agreement
 from ckpt.async_calls.compatible import WarmupPersistentCaller, remember
 from ckpt.async_calls.config import WriterConfig, with_priorities
-from ckpt.async_calls.failures import not_closed, not_done, with_note
-from ckpt.async_calls.messages import Event
-from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
+from ckpt.async_calls.failures import failed_elsewhere, not_closed, not_done, with_note
+from ckpt.async_calls.request import Request
+from ckpt.async_calls.runner import NO_CALL, CallRunner
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.distributed import own_rank
 from inprocess.ipc.deadline import Deadline
-from inprocess.ipc.forks import Origin
-from inprocess.ipc.interpreter import interpreter
-from inprocess.ipc.threads import finishes_within
-from inprocess.ipc.uncopied import Uncopied
-from inprocess.ipc.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,16 +37,16 @@ if TYPE_CHECKING:
 __all__ = ["AsyncCallsQueue"]
 
 _log = logging.getLogger("ckpt")
-_NEVER = 2**62  # above the index of any call
 _ENDING_S = 10.0  # of the time for `close`, at most a quarter of it: to end processes, after the wait for calls
 
 
-class AsyncCallsQueue(Uncopied):
-    """Runs requests in background processes and finalizes them in the order scheduled.
+class AsyncCallsQueue(CallRunner):
+    """Runs requests in background processes and finalizes them in the order scheduled, on all ranks together.
 
-    All methods are for one thread of the trainer. Only `maybe_finalize_async_calls` with ``no_dist=False`` makes
-    collectives. In a process forked from the trainer every method raises RuntimeError. If the queue
-    is dropped, or the trainer dies, the writers finish what was scheduled and end.
+    All methods are for one thread of the trainer. All ranks schedule the same requests (`async_fn` may be None on some)
+    and call the same methods with the same arguments, or say `no_dist`. In a process forked from the trainer every
+    method raises RuntimeError. If the queue is dropped, or the trainer dies, the writers finish what was scheduled and
+    end.
     """
 
     def __init__(
@@ -63,6 +58,7 @@ class AsyncCallsQueue(Uncopied):
         sigterm_timeout: float | None = None,
         cpu_shm_mode: bool = True,
         *,
+        no_dist: bool = False,
         num_writers: int = 1,
         config: WriterConfig | None = None,
         process_group: ProcessGroup | None = None,
@@ -73,6 +69,9 @@ class AsyncCallsQueue(Uncopied):
 
         The writers are forked by `keeper`, which its owner closes after the queue; None: by one of the queue's own.
 
+        `no_dist` is for methods that do not say it: False to finalize with all ranks of `process_group`, where
+        torch.distributed is initialized; True for a queue of one rank, which makes no collective.
+
         The positional parameters are those of nvidia_resiliency_ext. `cpu_priority` (added to the niceness) and
         `io_priority` (the Linux scheduling class: 0 unchanged, 2 best-effort, 3 idle) override `config`. The others
         are accepted and have no effect: writers are always persistent; they outlive the trainer until they have
@@ -82,76 +81,39 @@ class AsyncCallsQueue(Uncopied):
         ValueError for a number of writers below 1, and for priorities that this process cannot give itself;
         RuntimeError if no interpreter is known for the writers.
         """
-        interpreter()
-        if num_writers < 1:
-            raise ValueError(f"num_writers must be at least 1, not {num_writers}")
-        self._config = with_priorities(config if config is not None else WriterConfig(), cpu_priority, io_priority)
-        self._ranks = Ranks(process_group, timeout_s)
+        config = with_priorities(config if config is not None else WriterConfig(), cpu_priority, io_priority)
+        super().__init__(config, num_writers, keeper)
+        self._no_dist = no_dist
+        self._agreement = Agreement(Ranks(process_group, timeout_s))
         self._timeout_s = timeout_s
-        self._origin = Origin()
-        self._pending: deque[Call] = deque()  # in order of index, without gaps
-        self._results: deque[CallOutcome | Event] = deque()  # of the writers, not yet passed to their calls
-        self._unreported: deque[Exception] = deque()  # of calls that `settle` removed; each is raised once
         self._finalizing = False
-        self._next_index = 0
-        self._owned_keeper: Keeper | None = None
-        if keeper is None:
-            keeper = self._owned_keeper = Keeper()
-        self._pool = WriterPool(self._config, num_writers, keeper)
-        self._intact = True  # False while a method changes `_pool`; if it stays so, the method was interrupted
-        self._left: list[WriterPool] = []  # after an interrupt; they finish what they were sent, until `recover`
-        self._interrupted = Wakeup()
-        self._listeners: list[Callable[[], float]] = []
-        self._given_up = False  # by another thread: the next method does what `recover` does
-        self._release = weakref.finalize(self, _release, self._pool, self._interrupted, self._owned_keeper)
+        self._unreported: deque[Exception] = deque()  # of calls that have left the queue; each is raised once
         remember(self)
-
-    def start(self) -> None:
-        """Start the writer processes in the background, so that the first request finds them ready.
-
-        Returns at once. Raises OSError when no process can be started; it can be ignored, as requests then fail, too.
-        """
-        self._check_usable()
-        intact, self._intact = self._intact, False
-        for writer in self._writers:
-            writer.start()
-        self._intact = intact
 
     warmup_persistent_caller = WarmupPersistentCaller()
     """`start` under its name in nvidia_resiliency_ext; on the class it has no effect."""
 
-    def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Queue the request and return its index (0, 1, ...). Never waits: it pickles, and sends one message.
+    def schedule_async_request(self, async_request: Request) -> int:
+        """Run `preload_fn`, queue the request and return its index: 0, 1, ... since the last `close`.
 
-        Raises what pickling raises, or ValueError if `preload_fn` has no argument to replace, and nothing is
-        queued then. All other failures are those of the call, and are raised when it would be finalized.
+        Never waits: it pickles, and sends one message. What the arguments refer to may change afterwards, and functions
+        that are added to `finalize_fns` before the call is finalized run, too. Requests of Megatron-LM and
+        nvidia_resiliency_ext are accepted. A closed queue starts new writers.
+
+        Raises what `preload_fn` and pickling raise, or ValueError if `preload_fn` has no argument to replace, and
+        nothing is queued then. All other failures are those of the call, and are raised when it would be finalized.
         """
         self._check_usable()
         self._recover_if_given_up()
-        self.pump()
-        call = Call(self._next_index, async_request)
-        intact, self._intact = self._intact, False
-        if not call.settled:
-            self._writers[call.index % len(self._writers)].submit(call)
-        self._next_index += 1
-        self._pending.append(call)
-        self._intact = intact
-        return call.index
+        return self._submit(async_request)
 
-    def get_num_unfinalized_calls(self) -> int:
-        """Return how many calls are scheduled and neither finalized nor dropped."""
-        return len(self._pending)
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool | None = None) -> list[int]:
+        """Finalize the calls that are done on all ranks, in order, and return their indices.
 
-    def functions(self) -> list[Callable[..., Any] | None]:
-        """Return the `async_fn` of every call in the queue, in order."""
-        return [call.request.async_fn for call in self._pending]
-
-    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = True) -> list[int]:
-        """Finalize the calls that are done, in order, and return their indices.
-
-        `blocking` first waits for all calls scheduled so far, at most `timeout_s`. With ``no_dist=False`` all ranks
-        must call this together; it makes one all_reduce of two numbers (and one small all_gather if a call failed), and
-        all ranks finalize or drop the same calls.
+        `blocking` first waits for all calls scheduled so far, at most `timeout_s`. All ranks must call this together:
+        it makes one all_reduce of two numbers while a call is scheduled, and a small exchange if one failed. With
+        `no_dist` (None: that of the queue) each rank finalizes its own calls, without any collective; both may be used
+        for one queue, as a rank that has finalized a call alone still takes part when the others do.
 
         A failed call is dropped, and its error raised after the calls before it are finalized: a CheckpointError,
         `WriterError` or what the call's `abandoned` made of it, the traceback of the writer as its cause.
@@ -159,64 +121,76 @@ class AsyncCallsQueue(Uncopied):
         function is raised after all others have run; its call counts as finalized. What `settle` has not raised is
         raised first, one exception at each call.
         """
-        return self._finalize(Deadline(self._timeout_s), blocking, no_dist)
-
-    def finalize_all(self, deadline: Deadline) -> None:
-        """Wait for all calls, and finalize them, until `deadline`; then raise the first failure. No collective.
-
-        CheckpointTimeoutError at the deadline, unless a call had failed before; the calls that are left stay queued.
-        """
-        first: Exception | None = None
-        while self._pending or self._unreported:
-            try:
-                self._finalize(deadline, blocking=True)
-            except CheckpointTimeoutError as error:
-                raise first or error from None
-            except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
-
-    def _finalize(self, deadline: Deadline, blocking: bool, no_dist: bool = True) -> list[int]:
-        self._check_usable()
-        self._recover_if_given_up()
-        self._call_listeners()
-        self.pump()
-        distributed = not no_dist and own_rank() is not None
-        if blocking:
-            self._wait_until_settled(deadline, stop_at_failure=not distributed)
-        settled, failed = self._leading()
-        if distributed:
-            settled, failed = self._ranks.minimum(settled, failed)
-        finalized, error = self._finalize_before(min(settled, failed))
-        if failed < settled:
-            error = self._drop_first(distributed, error)
-        elif blocking and settled < self._next_index:
-            error = with_note(not_done(settled, self._next_index - 1, deadline.timeout_s), error)
-        if self._unreported:
-            if error is not None:
-                self._unreported.append(error)
-            error = self._unreported.popleft()
-        if error is None:
+        finalized = self._finalize(Deadline(self._timeout_s), blocking, self._is_alone(no_dist))
+        if not self._unreported:
             return finalized
+        error = self._unreported.popleft()
         if isinstance(error, CheckpointError):
             error.finalized = finalized
         else:
             error.add_note(f"finalized in this call: {finalized}")
         raise error
 
-    def wait_for(self, functions: Collection[object], timeout_s: float) -> list[Call]:
-        """Wait until the calls of these functions are settled, at most `timeout_s`, and return them.
+    def finalize_all(self, deadline: Deadline, no_dist: bool | None = None) -> None:
+        """Wait for all calls, and finalize them, until `deadline`; then raise the first failure.
 
-        Finalizes nothing, and makes no collective.
+        CheckpointTimeoutError at the deadline, unless a call had failed before; the calls that are left stay queued.
+        With ``no_dist=False`` all ranks finalize the same calls, and all of them stop when one is at its deadline.
         """
+        alone = self._is_alone(no_dist)
+        finalized, before, left = list[int](), -1, self._count_left(alone)
+        # A round that settles no call has waited until the deadline, of this rank or of another one.
+        while left != before:
+            finalized += self._finalize(deadline, True, alone)
+            before, left = left, self._count_left(alone)
+        if alone and not self._pending:
+            # What ran here is done, and had no need of an agreement (saves have theirs in storage): ranks may have
+            # scheduled different calls, such as saves that one of them could not make. They count from here.
+            self._agreement.restart(self._next_index)
+        if self._unreported:
+            error = self._unreported[0]
+            self._unreported.clear()
+            if isinstance(error, CheckpointError):
+                error.finalized = finalized
+            raise error
+
+    def _is_alone(self, no_dist: bool | None) -> bool:
+        """Return whether this rank finalizes its calls without the others."""
+        return (self._no_dist if no_dist is None else no_dist) or own_rank() is None
+
+    def _count_left(self, alone: bool) -> int:
+        """Return a number of calls to finalize, which is the same on all ranks unless this one is alone."""
+        return len(self._pending) if alone else self._agreement.count_left(self._next_index)
+
+    def _finalize(self, deadline: Deadline, blocking: bool, alone: bool) -> list[int]:
+        """Finalize what is done, and return the indices; errors are in `_unreported`."""
         self._check_usable()
-        deadline = Deadline(timeout_s)
+        self._recover_if_given_up()
+        self._call_listeners()
         self.pump()
-        wanted = [call for call in self._pending if any(call.request.async_fn is each for each in functions)]
-        while not all(call.settled for call in wanted) and not deadline.is_over:
-            self.wait_for_events(min(deadline.left_s, self._call_listeners()))
-        return wanted
+        alone = alone or not self._agreement.count_left(self._next_index)
+        if blocking:
+            self._wait_until_settled(deadline, stop_at_failure=alone)
+        settled, failed = self._leading()
+        if not alone:
+            settled, failed = self._agreement.decide(settled, failed)
+        # Calls that failed are dropped, and counted as agreed, before functions of the program run: what one of these
+        # throws into the queue, such as KeyboardInterrupt, loses no error, and does not make ranks differ.
+        error: Exception | None = None
+        if failed < settled:
+            error = self._drop(failed, alone)
+            self._unreported.append(error)
+        if not alone:
+            self._agreement.note(min(settled, failed + 1))
+        finalized, finalize_error = self._finalize_before(min(settled, failed))
+        if error is None and blocking and settled < self._next_index:
+            error = not_done(settled, self._next_index - 1, deadline.timeout_s)
+            self._unreported.append(error)
+        if error is not None:
+            with_note(error, finalize_error)
+        elif finalize_error is not None:
+            self._unreported.append(finalize_error)
+        return finalized
 
     def settle(self, functions: Collection[object], timeout_s: float) -> None:
         """Do what `wait_for` does, then finalize or drop those of these calls that lead the queue and are settled.
@@ -233,66 +207,14 @@ class AsyncCallsQueue(Uncopied):
                 _log.warning("background call %d: %s", call.index, error)
                 self._unreported.append(error)
 
-    def pump(self) -> None:
-        """Take in messages of the writers, without waiting or finalizing.
-
-        Events are passed to `on_event`, failures to `abandoned`.
-        """
-        self._check_usable()
-        intact, self._intact = self._intact, False
-        for writer in self._writers:
-            self._results.extend(writer.poll())
-        self._intact = intact
-        calls = {call.index: call for call in self._pending}
-        while self._results:
-            result = self._results.popleft()
-            call = calls.get(result.index)
-            if call is None or call.settled:
-                continue
-            if isinstance(result, Event):
-                call.take_event(result.event)
-            else:
-                call.settle(result.error)
-
-    def wait_for_events(self, timeout_s: float) -> None:
-        """Wait until a writer sends something or dies, at most `timeout_s`, then `pump`."""
-        self._check_usable()
-        wait_for_any(self._writers, timeout_s, self._interrupted)
-        self.pump()
-
-    def listen(self, listener: Callable[[], float]) -> None:
-        """Call `listener` at the start of each `maybe_finalize_async_calls`, and again and again while that waits.
-
-        It must be quick, and returns after how many seconds it is to be called again at the latest.
-        """
-        self._listeners.append(listener)
-
-    def stop_listening(self, listener: Callable[[], float]) -> None:
-        """Undo `listen`."""
-        self._listeners.remove(listener)
-
-    def nudge(self) -> None:
-        """Ask the running functions to look now at what they wait for; see `WriterContext.nudges`. Never waits."""
-        for writer in self._writers:
-            writer.nudge()
-
-    def repair(self) -> None:
-        """Make the queue usable again after an exception from another thread has interrupted one of its methods.
-
-        Writers whose state is unknown then get no more calls, finish what they were sent, and are replaced: their calls
-        settle in `recover`.
-        """
-        self._check_usable()
-        if not self._intact:
-            self._left.append(self._pool.replace_all(self._config))
-            self._intact = True
-
     def recover(self, timeout_s: float) -> list[int]:
         """Empty the queue, whatever a method was doing when an exception was thrown into it.
 
         Calls that are done, now or within `timeout_s`, are finalized; what their finalize functions raise is logged.
         The others are given up: their writers are killed, `abandoned` is called, no finalize function runs. Returns
         the finalized indices. Makes no collective and raises nothing. Indices go on from where they were.
+
+        If ranks finalize together, all of them must recover before they schedule the next request.
         """
         self.repair()
         deadline = Deadline(timeout_s)
@@ -319,35 +241,28 @@ class AsyncCallsQueue(Uncopied):
                 if error is not None:
                     _log.error("a finalize function of background call %d failed", call.index, exc_info=error)
             self._pending.popleft()
+        self._agreement.restart(self._next_index)
         return finalized
-
-    def interrupt(self) -> None:
-        """Wake a waiting method, so that it runs Python code before it goes on waiting. From any thread."""
-        self._interrupted.set()
-
-    def give_up_calls(self) -> None:
-        """Kill the writers and give up all calls, from any thread; see `abort_nvrx_checkpoint`."""
-        if self._release.alive and self._origin.is_here:
-            self._given_up = True
-            for writer in self._writers:
-                writer.kill_from_any_thread()
-            self.interrupt()
 
     def _recover_if_given_up(self) -> None:
         if self._given_up:
             self._given_up = False
             self.recover(0.0)
 
-    def close(self, abort: bool = False, *, timeout_s: float | None = None) -> None:
-        """Wait for all calls and finalize them, end all processes, then raise the first failure. Idempotent.
+    def close(self, abort: bool = False, *, no_dist: bool | None = None, timeout_s: float | None = None) -> None:
+        """Wait for all calls and finalize them, end all processes, then raise the first failure.
 
-        Takes at most `timeout_s` in all (None: that of the queue), whatever writers and storage do. The wait for calls
+        All ranks finalize the same calls, together, as in `maybe_finalize_async_calls`; with `no_dist` (None: that of
+        the queue), or if no call is left, there is no collective. A request that is scheduled later starts new
+        processes, and gets the index 0. Idempotent.
+
+        Takes at most `timeout_s` in all (None: that of the queue), whatever writers and storage do; with all ranks, if
+        one does not call this, at most the timeout of the process group. The wait for calls
         ends a little before: then, or with `abort` at once, the writers are killed, no call that has not settled
         completes, `abandoned` is called for every call still in the queue (in another thread), and none of their
-        finalize functions runs. CheckpointTimeoutError says so; with `abort` nothing is raised. Makes no collective: to
-        finalize together with other ranks, do so before.
+        finalize functions runs. CheckpointTimeoutError says so; with `abort` nothing is raised, and no collective made.
         """
-        if not self._release.alive:
+        if self._is_closed:
             return
         self._check_usable()
         ending = Deadline(self._timeout_s if timeout_s is None else timeout_s)
@@ -356,16 +271,20 @@ class AsyncCallsQueue(Uncopied):
             if abort:
                 ending = ending.within(self._config.close_timeout_s)
             else:
-                failure = self._drain(ending)
+                failure = self._drain(ending, no_dist)
             if self._pending:
                 self._abort(ending)
             self._stop_writers(ending)
-            if self._owned_keeper is not None:
-                self._owned_keeper.close(ending.within(self._config.close_timeout_s))
+            self._close_keeper(ending)
         finally:
-            self._release()
+            self._end()
         if failure is not None:
             raise failure
+
+    def _end(self) -> None:
+        super()._end()
+        self._unreported.clear()
+        self._agreement.restart(0)
 
     def __enter__(self) -> Self:
         return self
@@ -380,17 +299,11 @@ class AsyncCallsQueue(Uncopied):
         if error is None and self._origin.is_here:
             self.close()
         else:
-            self._release()
-
-    def _check_usable(self) -> None:
-        if not self._origin.is_here:
-            raise RuntimeError("AsyncCallsQueue belongs to the process that created it; this is a fork of that process")
-        if not self._release.alive:
-            raise RuntimeError("AsyncCallsQueue is closed")
+            self._end()
 
     def _leading(self) -> tuple[int, int]:
         """Return the index up to which all calls are settled, and that of the first failed call among these."""
-        failed = _NEVER
+        failed = NO_CALL
         for call in self._pending:
             if not call.settled:
                 return call.index, failed
@@ -404,10 +317,6 @@ class AsyncCallsQueue(Uncopied):
             if settled == self._next_index or (stop_at_failure and failed < settled):
                 return
             self.wait_for_events(min(deadline.left_s, self._call_listeners()))
-
-    def _call_listeners(self) -> float:
-        """Return after how many seconds they are to be called again."""
-        return min((listener() for listener in self._listeners), default=_NEVER)
 
     def _finalize_before(self, end: int) -> tuple[list[int], Exception | None]:
         finalized: list[int] = []
@@ -428,18 +337,22 @@ class AsyncCallsQueue(Uncopied):
         self._pending.popleft()
         return error
 
-    def _drop_first(self, distributed: bool, finalize_error: Exception | None) -> CheckpointError:
-        """Remove the first call, which failed here or on another rank; return the error to raise."""
-        call = self._pending.popleft()
-        if distributed:
-            call.fail_on_all(self._ranks)
+    def _drop(self, index: int, alone: bool) -> CheckpointError:
+        """Remove a call that failed here or on another rank; return the error to raise."""
+        call = next((each for each in self._pending if each.index == index), None)
+        failures = [] if alone else self._agreement.exchange(None if call is None else call.own_failure())
+        if call is None:  # this rank has finalized it before, alone
+            return failed_elsewhere(f"background call {index}", failures)
+        if not alone:
+            call.take_failures(failures)
+        self._pending.remove(call)
         assert call.error is not None
-        return with_note(call.error, finalize_error)
+        return call.error
 
-    def _drain(self, ending: Deadline) -> Exception | None:
+    def _drain(self, ending: Deadline, no_dist: bool | None) -> Exception | None:
         """Finalize all calls that are done in time; return the first failure."""
         try:
-            self.finalize_all(ending.before_end(min(_ENDING_S, ending.timeout_s / 4)))
+            self.finalize_all(ending.before_end(min(_ENDING_S, ending.timeout_s / 4)), no_dist)
         except Exception as error:
             failure = error
         else:
@@ -447,35 +360,3 @@ class AsyncCallsQueue(Uncopied):
         if not self._pending or not isinstance(failure, CheckpointTimeoutError):
             return failure
         return not_closed(self._pending[0].index, self._next_index - 1, ending.timeout_s)
-
-    def _abort(self, ending: Deadline) -> None:
-        """Kill the writers, wait until they have no effect any more, and give up all calls."""
-        for writer in self._writers:
-            writer.kill()
-        self._stop_writers(ending.before_end(ending.left_s / 2))
-        calls = list(self._pending)
-        self._pending.clear()
-
-        def abandon() -> None:
-            for call in calls:
-                message = f"background call {call.index} was aborted: its queue was closed"
-                call.abandon(WriterError(message, rank=own_rank()))
-
-        # The calls may use storage that does not answer.
-        if not finishes_within(ending, abandon, "ckpt-abandon"):
-            _log.warning("calls were given up without a record, as they do not answer: %s", [c.label for c in calls])
-
-    def _stop_writers(self, ending: Deadline) -> None:
-        for writer in self._writers:
-            writer.close(ending.within(self._config.close_timeout_s))
-
-    @property
-    def _writers(self) -> list[Writer]:
-        return self._pool.writers
-
-
-def _release(pool: WriterPool, interrupted: Wakeup, keeper: Keeper | None) -> None:
-    interrupted.close()
-    pool.release()
-    if keeper is not None:
-        keeper.release()

@@ -101,9 +101,9 @@ class Closing:
         steps = saver.steps_in_flight
         try:
             if self._owns_queue:
-                queue.close(timeout_s=deadline.left_s)
+                queue.close(no_dist=True, timeout_s=deadline.left_s)
             else:
-                queue.finalize_all(deadline)
+                queue.finalize_all(deadline, no_dist=True)
         except CheckpointTimeoutError as error:
             left = sorted(steps - set(finalized))
             if not left:

@@ -80,9 +80,10 @@ class Parts:
         keeper = Keeper()
         lingering = None if snapshots is None else _lingering(keeper, snapshots, root_at)
         ranks = Ranks(settings.process_group, timeout_s)
+        # Its ranks agree by storage on what becomes of a save, not by collectives.
         queue = settings.queue
         if queue is None:
-            queue = AsyncCallsQueue(process_group=settings.process_group, keeper=keeper)
+            queue = AsyncCallsQueue(no_dist=True, process_group=settings.process_group, keeper=keeper)
         mirror_root, mirror = _mirror(root_at, settings, keeper)
         replicated = snapshots if snapshots is not None and snapshots.replicas else None
         exports = None if settings.export is None else BackgroundExports(root_at, settings.export, keeper)

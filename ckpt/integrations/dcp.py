@@ -7,7 +7,7 @@ A planner of DCP divides a state dict into items: boxes of tensors, and objects.
 which a `Checkpointer` saves; so a step is published by all ranks or by none, and `Checkpointer.restore`, `ckpt.open`
 and inspect_ckpt read it like any other:
 
-    items of this rank --> leaves by path --> all ranks: errors, leaves in lists --> FlatState --> Checkpointer.save
+    items of this rank --> ckpt.Leaves --> all ranks: errors, items of lists --> Checkpointer.save
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import re
 import time
@@ -23,10 +22,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
-)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -38,18 +35,17 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 import ckpt
-from ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, StateError, StateMismatchError
-from ckpt.formats.dcp_writer import DCP_VERSION
-from ckpt.integrations.dcp_leaves import Contents, contents_of, flat_state, leaves_of, nbytes_of
-from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
-from ckpt.loading.fetch import BoxRead, Fetch
-from ckpt.loading.lazy import Checkpoint
-from ckpt.planning.boxes import Box
-from ckpt.planning.state_dict import FlatState
-from ckpt.storage.dtypes import torch_dtype
-from ckpt.storage.names import step_name
-from ckpt.storage.roots import absolute, is_object_url, open_root
-from ckpt.values.codec import unregistered_in
+from ckpt import (
+    Checkpoint,
+    Checkpointer,
+    CheckpointError,
+    CheckpointNotFoundError,
+    LazyTensor,
+    Leaves,
+    StateMismatchError,
+    Unregistered,
+)
+from ckpt.integrations.dcp_leaves import Contents, add_leaves, contents_of, nbytes_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,7 +53,6 @@ if TYPE_CHECKING:
 __all__ = ["Reader", "Writer", "latest_step"]
 
 _STEP = re.compile(r"(?:(?:global_?)?step|checkpoint)?[-_]?(\d{1,18})", re.ASCII)
-_MIN_THREADS, _MAX_THREADS = 4, 16
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -101,13 +96,14 @@ class Writer(StorageWriter):
         self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._options = options
         self._checkpointer: Checkpointer | None = None
+        self._opened_root: str | None = None
 
     @property
     def checkpoint_id(self) -> str | None:
         """The directory of the step that is written, or the root if no step is known; None without both."""
         if self._root is None or self._step is None:
             return self._root
-        return os.path.join(self._root, step_name(self._step))
+        return os.path.join(self._root, f"step_{self._step:08d}")
 
     def close(self) -> None:
         """Release the root, end the process that writes, and free the memory. Idempotent."""
@@ -181,7 +177,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Do nothing: the step is published, and is read without these metadata."""
         metadata.storage_meta = self.storage_meta()
-        metadata.version = DCP_VERSION
+        metadata.version = CURRENT_DCP_VERSION
 
     def storage_meta(self) -> StorageMeta:
         """Return where the step is."""
@@ -201,29 +197,26 @@ class Writer(StorageWriter):
         )
 
     def _open(self, root: str) -> Checkpointer:
-        opened = self._checkpointer
-        if opened is not None and opened.root != absolute(root):
+        if self._opened_root != root:
             self.close()
         if self._checkpointer is None:
+            self._opened_root = root
             self._checkpointer = Checkpointer(
                 root, process_group=self._process_group, timeout=self._timeout_s, **self._options
             )
         return self._checkpointer
 
-    def _state(self, plan: SavePlan, planner: SavePlanner) -> FlatState:
+    def _state(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """Return the leaves that this rank saves. Collective; StateError on all ranks if any cannot store an item."""
+        leaves, problem = Leaves(), None
+        try:
+            with torch.no_grad():
+                add_leaves(leaves, plan, planner, self._string_keys)
+        except Exception as error:
+            problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         ranks = self._ranks
         ranks.doing = f"the save of step {self._step} through DCP"
-        with ranks.all_or_none(f"save step {self._step} through DCP") as phase:
-            try:
-                with torch.no_grad():
-                    own = leaves_of(plan, planner, self._string_keys)
-            except Exception as error:
-                problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-                text = f"rank {ranks.rank} cannot store its part, nothing was written: {problem}"
-                raise StateError(text, rank=ranks.rank) from error
-            phase.told = json.dumps(own.to_document()).encode()
-        return flat_state(own, [json.loads(answer) for answer in phase.answers], ranks.rank)
+        return leaves.state(ranks, problem)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -289,7 +282,7 @@ class Reader(StorageReader):
             raise ValueError("which step? Reader(path), or dcp.load(checkpoint_id=path)")
         _wait_until_written(self._path, self._timeout_s)
         self._checkpoint = _opened(self._path)
-        self._contents = contents_of(self._checkpoint.index)
+        self._contents = contents_of(self._checkpoint)
         return self._contents.metadata(self._checkpoint.path, str(self._checkpoint.summary["save"]))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -314,13 +307,7 @@ class Reader(StorageReader):
         Raises CheckpointCorruptError, naming tensor, chunk and file; CheckpointNotFoundError if the step was removed
         meanwhile; StateMismatchError for a tensor of another shape.
         """
-        checkpoint = self._opened_checkpoint
-        try:
-            self._read_tensors([item for item in plan.items if item.type is LoadItemType.TENSOR], planner)
-        except CheckpointError:
-            checkpoint.check()  # raises if the step was removed: then nothing is damaged
-            raise
-        checkpoint.check()
+        self._read_tensors([item for item in plan.items if item.type is LoadItemType.TENSOR], planner)
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, self._bytes_of(item))
@@ -338,38 +325,24 @@ class Reader(StorageReader):
         return self._checkpoint
 
     def _read_tensors(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        threads = min(max(_MIN_THREADS, torch.get_num_threads()), _MAX_THREADS)
-        fetch = Fetch(self._opened_checkpoint.index, threads=threads)
-        direct: list[BoxRead] = []
-        bounced: list[BouncedRead] = []
-        resolved: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+        wanted: list[tuple[LazyTensor, tuple[int, ...], torch.Tensor]] = []
         for item in items:
             name, stored = item.storage_index.fqn, self._contents.tensors[item.storage_index.fqn]
             corner = item.storage_index.offset or (0,) * len(stored.shape)
             offset = tuple(a + b for a, b in zip(corner, item.storage_offsets, strict=True))
-            box = Box(offset, tuple(item.lengths))
             tensor = planner.resolve_tensor(item).detach()
-            if tuple(tensor.shape) != box.shape:
-                raise StateMismatchError(f"{name}: {list(box.shape)} elements are read into {list(tensor.shape)}")
-            dtype = torch_dtype(stored.dtype)
-            target = tensor if tensor.dtype == dtype else torch.empty(box.shape, dtype=dtype)
-            resolved.append((item, tensor, target))
-            if target.is_cpu and not target.is_conj() and not target.is_neg():
-                direct.append(BoxRead(name, stored, box, as_numpy(target)))
-            else:
-                bounced.append(BouncedRead(name, stored, box, target))
-        fetch.read(direct)
-        read_bounced(fetch, bounced)
-        for item, tensor, target in resolved:
-            if target is not tensor:
-                tensor.copy_(target)
+            if tensor.shape != item.lengths:
+                raise StateMismatchError(f"{name}: {list(item.lengths)} elements are read into {list(tensor.shape)}")
+            wanted.append((stored, offset, tensor))
+        self._opened_checkpoint.read_into(wanted)
+        for item, (_, _, tensor) in zip(items, wanted, strict=True):
             planner.commit_tensor(item, tensor)
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:
         """Return the bytes that `LoadPlanner.load_bytes` takes for a value."""
         name = item.storage_index.fqn
         value = self._contents.values[name]
-        unknown = next(unregistered_in(value), None)
+        unknown = next(Unregistered.within(value), None)
         if unknown is not None:
             raise StateMismatchError(
                 f"{name} holds a value of the type {unknown.name}, which this program has not registered; call "
@@ -424,10 +397,14 @@ def _wait_until_written(path: str, timeout_s: float) -> None:
 
 
 def _opened(path: str) -> Checkpoint:
-    """Open the step that a path names, or the newest one of a root."""
+    """Open the step that a path names, or the newest one of a root; one with the name of a step may be that, too."""
     root, step = _parsed(path)
-    if step is not None:
-        is_root = bool(open_root(path).steps()) if is_object_url(path) else os.path.isdir(path)
-        if not is_root or step in open_root(root or ".").steps():
-            return ckpt.open(root or ".", step)
-    return ckpt.open(path)
+    if step is None:
+        return ckpt.open(path)
+    try:
+        return ckpt.open(root or ".", step)
+    except CheckpointNotFoundError as missing:
+        try:
+            return ckpt.open(path)
+        except CheckpointNotFoundError:
+            raise missing from None

@@ -34,7 +34,6 @@ from ckpt.integrations.lightning_names import (
     exists,
     is_link,
     located,
-    make_directory,
     read_name,
     remove_name,
     resolved,
@@ -312,7 +311,6 @@ class _Directory:
             taken = taken_steps(self._root)  # before the published ones: a save that is published meanwhile is of those
             self._last = max(self.checkpointer.all_steps() + taken, default=-1)
         step = max(global_step, self._last + 1)
-        make_directory(self._root)
         write_name(path, [step, *earlier])
         return step
 

@@ -17,7 +17,7 @@ import torch
 
 import ckpt
 from ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, PerRank, RngState, StateError
-from ckpt.integrations.lightning_names import is_link, located, names_in, read_name, resolved, root_of, undecided_steps
+from ckpt.integrations.lightning_names import is_link, located, names_in, read_name, resolved, root_of
 
 __all__ = [
     "Nothing",
@@ -81,7 +81,7 @@ def taken_steps(root: str) -> list[int]:
     Those that names list, and those of saves that are not decided: another process may be about to publish one, also if
     its name was removed.
     """
-    return undecided_steps(root) + [step for place in names_in(root) for step in _listed(place)]
+    return ckpt.pending_steps(root) + [step for place in names_in(root) for step in _listed(place)]
 
 
 def _listed(place: str) -> list[int]:

@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -32,6 +32,7 @@ __all__ = ["Checkpoint", "LazyTensor", "block_shape", "open_checkpoint", "open_s
 _ATTEMPTS = 20
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _BLOCK_BYTES = 4 << 20
+_SEQUENCES = ("list", "tuple", "namedtuple", "deque")
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,53 @@ class Checkpoint(Mapping[str, LazyTensor], Uncopied):
     def lazy(self, name: str, stored: StoredTensor) -> LazyTensor:
         """Return a tensor that keeps this checkpoint open as long as it is in use."""
         return LazyTensor(name, stored.dtype, stored.shape, self.index, stored, self._reader, self)
+
+    def leaves(self) -> Iterator[tuple[tuple[str | int, ...], int | None, Any]]:
+        """Yield the keys of each leaf, the rank that it belongs to or None, and the leaf: a LazyTensor, or a value.
+
+        Names of tied tensors are leaves, too. The keys of a list, a tuple and a deque are 0, 1, ...; see `is_sequence`.
+        """
+        index = self.index
+        for path, rank, tensor in index.stored_tensors():
+            name = display(path) if rank is None else f"{display(path)}@rank{rank}"
+            yield path, rank, self.lazy(name, tensor)
+        for path, target in index.aliases.items():
+            if target in index.tensors:
+                yield path, None, self.lazy(display(path), index.tensors[target])
+        for path, value in index.values.items():
+            yield path, None, value
+        for path, own in index.per_rank_values.items():
+            for rank, value in own.items():
+                yield path, rank, value
+
+    def is_sequence(self, keys: tuple[str | int, ...]) -> bool:
+        """Return whether the container that these keys lead to is a list, a tuple or a deque, and not a dict."""
+        container = self.index.containers.get(keys)
+        return container is not None and container.kind in _SEQUENCES
+
+    def read_into(self, wanted: Iterable[tuple[LazyTensor, Sequence[int], torch.Tensor]]) -> None:
+        """Read boxes of tensors of this step, several at a time, each into a torch tensor of its shape.
+
+        The numbers are the offset of the box in the stored tensor. The torch tensors may be on any device and have any
+        strides; the elements are converted to their dtypes. Complete on return, also on a GPU. ValueError for a box
+        that is not within its tensor. Raises what `LazyTensor.read` raises; then the elements are undefined.
+        """
+        from ckpt.loading.new_tensors import read_into
+
+        reads = []
+        for tensor, offset, target in wanted:
+            box = Box(tuple(offset), tuple(target.shape))
+            if len(box.offset) != len(tensor.shape) or len(box.shape) != len(tensor.shape):
+                raise ValueError(f"{tensor.name} has {len(tensor.shape)} dimensions, not those of {box}")
+            if any(at < 0 or at + n > size for at, n, size in zip(box.offset, box.shape, tensor.shape, strict=True)):
+                raise ValueError(f"{tensor.name} has the shape {list(tensor.shape)}, and {box} is not within it")
+            reads.append((tensor.name, tensor._stored, box, target))
+        try:
+            read_into(self.index, reads)
+        except CheckpointError:
+            self._reader.check()  # raises if the step was removed: then nothing is damaged
+            raise
+        self._reader.check()
 
     def check(self) -> None:
         """Raise CheckpointNotFoundError unless the step is still the one that was opened."""

@@ -1,8 +1,8 @@
-"""Read whole tensors of a step into new torch tensors. Imports torch."""
+"""Read tensors of a step into new torch tensors, or boxes of them into given ones. Imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import torch_dtype
 
-__all__ = ["read_tensor", "read_tensors"]
+__all__ = ["read_into", "read_tensor", "read_tensors"]
 
 _MIN_THREADS, _MAX_THREADS = 4, 16
 _K = TypeVar("_K")
@@ -27,7 +27,7 @@ def read_tensors(
     device: torch.device | str | None,
 ) -> dict[_K, torch.Tensor]:
     """Read whole tensors, which have names for messages, into new ones with the keys given."""
-    fetch = Fetch(index, threads=min(max(_MIN_THREADS, torch.get_num_threads()), _MAX_THREADS))
+    fetch = _fetch(index)
     made: dict[_K, torch.Tensor] = {}
     direct: list[BoxRead] = []
     bounced: list[BouncedRead] = []
@@ -60,3 +60,23 @@ def read_tensor(
 ) -> torch.Tensor:
     """Read a whole tensor; a floating-point one as `dtype`, except float8."""
     return read_tensors(index, {name: (name, tensor)}, dtype, device)[name]
+
+
+def read_into(index: CheckpointIndex, wanted: Iterable[tuple[str, StoredTensor, Box, torch.Tensor]]) -> None:
+    """Read boxes of tensors, which have names for messages, into tensors of their shapes on any device."""
+    fetch = _fetch(index)
+    direct: list[BoxRead] = []
+    bounced: list[BouncedRead] = []
+    for name, tensor, box, given in wanted:
+        target = given.detach()
+        plain = target.is_cpu and not target.is_conj() and not target.is_neg()
+        if plain and target.dtype == torch_dtype(tensor.dtype):
+            direct.append(BoxRead(name, tensor, box, as_numpy(target)))
+        else:
+            bounced.append(BouncedRead(name, tensor, box, target))
+    fetch.read(direct)
+    read_bounced(fetch, bounced)
+
+
+def _fetch(index: CheckpointIndex) -> Fetch:
+    return Fetch(index, threads=min(max(_MIN_THREADS, torch.get_num_threads()), _MAX_THREADS))

@@ -30,10 +30,11 @@ from ckpt.storage.ownership import OwnerState
 from ckpt.storage.roots import open_root
 from inprocess.ipc.forks import Origin
 
-__all__ = ["Scheduled", "wait_for_program", "wait_for_step", "wait_until_written"]
+__all__ = ["Scheduled", "pending_steps", "wait_for_program", "wait_for_step", "wait_until_written"]
 
 _log = logging.getLogger("ckpt")
 _COORDINATOR = 0
+_TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _GRACE_S = 3.0  # a writer may have to be started first, on a busy machine
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
 
@@ -110,6 +111,16 @@ def wait_until_written(
         wait_for_program(root, deadline)
     else:
         wait_for_step(root, step, deadline)
+
+
+def pending_steps(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[int]:
+    """Return the steps of the saves to a root that are neither published nor abandoned, sorted.
+
+    They may be published later, by this program or another one that is running, or by the next one. `path` and
+    `storage_options` are those of `Checkpointer`.
+    """
+    root = open_root(path, StorageOptions.of(storage_options, _TIMEOUT_S))
+    return sorted({save.step for save in root.pending()})
 
 
 def wait_for_program(root: Root, deadline: float, step: int | None = None, but: Scheduled | None = None) -> None:

@@ -26,6 +26,7 @@ from ckpt.values.registry import (
     TORCH,
     Form,
     Unregistered,
+    all_parts,
     encoder_named,
     encoder_of,
     form_of,
@@ -71,28 +72,13 @@ def resolve(value: Any, like: Any) -> Any:
     """Return the decoded `value`, made with the enums and named tuples that occur in `like`, too."""
     if next(unregistered_in(value), None) is None:
         return value
-    kinds = {name_of(type(part)): type(part) for part in _all_parts(like) if form_of(type(part)) is not None}
+    kinds = {name_of(type(part)): type(part) for part in all_parts(like) if form_of(type(part)) is not None}
     return _Decoder(kinds).decode(encode_value(value), 0)
 
 
 def unregistered_in(value: Any) -> Iterator[Unregistered]:
     """Yield the placeholders in `value` for values of types that are not registered."""
-    return (part for part in _all_parts(value) if type(part) is Unregistered)
-
-
-def _all_parts(value: Any) -> Iterator[Any]:
-    yield value
-    parts: Iterable[Any] = ()
-    if isinstance(value, dict):
-        parts = (*value.keys(), *value.values())
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        parts = value
-    elif isinstance(value, Namespace):
-        parts = vars(value).values()
-    elif isinstance(value, Unregistered):
-        parts = (value.data,)
-    for part in parts:
-        yield from _all_parts(part)
+    return Unregistered.within(value)
 
 
 # -- encoding ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -31,6 +31,7 @@ __all__ = [
     "Form",
     "Standard",
     "Unregistered",
+    "all_parts",
     "encoder_named",
     "encoder_of",
     "form_of",
@@ -208,6 +209,27 @@ class Unregistered:
             return hash((self.name, self.data))
         except TypeError:
             return hash(self.name)
+
+    @classmethod
+    def within(cls, value: Any) -> Iterator[Unregistered]:
+        """Yield the placeholders in a value, which may be one itself."""
+        return (part for part in all_parts(value) if type(part) is cls)
+
+
+def all_parts(value: Any) -> Iterator[Any]:
+    """Yield a value, and the values in it at any depth."""
+    yield value
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = (*value.keys(), *value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        parts = value
+    elif isinstance(value, Namespace):
+        parts = vars(value).values()
+    elif isinstance(value, Unregistered):
+        parts = (value.data,)
+    for part in parts:
+        yield from all_parts(part)
 
 
 @dataclass(frozen=True, slots=True)

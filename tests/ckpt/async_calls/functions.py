@@ -48,6 +48,10 @@ def ignore(message: str) -> None:
     pass
 
 
+def ignore_two(first: object, second: object) -> None:
+    pass
+
+
 def append(path: Path, text: str) -> None:
     with path.open("a") as file:
         file.write(text)

@@ -4,6 +4,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -274,8 +275,60 @@ def test_close_finalizes_what_is_left_and_raises_the_first_failure(leak_check: L
     assert seen == [0, 2]
     leak_check.check()
     queue.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        queue.schedule_async_request(AsyncRequest(None, (), []))
+    assert queue.maybe_finalize_async_calls(blocking=True) == []
+    leak_check.check()
+
+
+def test_a_queue_that_was_closed_starts_again_when_it_is_used(tmp_path: Path, leak_check: LeakCheck) -> None:
+    queue, gate = AsyncCallsQueue(timeout_s=30), Gate.create(tmp_path)
+    seen: list[int] = []
+    for end in (queue.close, lambda: queue.close(abort=True), lambda: queue.__exit__(OSError, OSError(), None)):
+        pid = ask(queue, functions.report_identity)["pid"]
+        assert queue.schedule_async_request(AsyncRequest(functions.nothing, (), [])) == 1
+        end()
+        assert queue.get_num_unfinalized_calls() == 0
+        assert psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], 30)[1] == []
+        leak_check.check()
+        queue.start()
+        assert (
+            queue.schedule_async_request(AsyncRequest(functions.nothing, (), [functools.partial(seen.append, 1)])) == 0
+        )
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        queue.close()
+    assert seen == [1, 1, 1]
+    queue.schedule_async_request(AsyncRequest(functions.stop_at, (gate,), []))
+    gate.wait_entered()
+    abort_nvrx_checkpoint()
+    assert queue.maybe_finalize_async_calls() == []
+    queue.close()
+
+
+def test_functions_that_are_added_before_the_call_is_finalized_run_once(queue: AsyncCallsQueue) -> None:
+    seen: list[int] = []
+    request = AsyncRequest(functions.nothing, (), [lambda: seen.append(0)])
+    request.add_finalize_fn(lambda: request.add_finalize_fn(lambda: seen.append(3)))
+    queue.schedule_async_request(request)
+    request.add_finalize_fn(lambda: seen.append(1))
+    request.freeze()
+    request.add_finalize_fn(lambda: seen.append(2))
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert seen == [0, 1, 2, 3]
+    queue.schedule_async_request(request)  # once more: another call
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert seen == [0, 1, 2, 3, 0, 1, 2, 3, 3]
+
+
+def test_arguments_are_freed_when_the_request_is_scheduled(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    gate, tensor = Gate.create(tmp_path), np.zeros(10)
+    alive = weakref.ref(tensor)
+    queue.schedule_async_request(AsyncRequest(functions.stop_at, (gate,), []))
+    preload = functools.partial(np.copy, tensor)
+    queue.schedule_async_request(AsyncRequest(functions.ignore_two, (1, tensor), [], preload_fn=preload))
+    gate.wait_entered()
+    del tensor, preload
+    assert alive() is None
+    gate.open()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
 
 
 def test_caller_runs_one_call_at_a_time(tmp_path: Path, leak_check: LeakCheck) -> None:
@@ -296,7 +349,7 @@ def test_caller_runs_one_call_at_a_time(tmp_path: Path, leak_check: LeakCheck) -
     caller.close()
 
 
-def test_what_preload_returns_replaces_the_data_and_is_made_in_the_writer(
+def test_what_preload_returns_replaces_the_data_and_is_made_in_the_trainer(
     queue: AsyncCallsQueue, tmp_path: Path
 ) -> None:
     log, data = tmp_path / "log", [1, 2]
@@ -311,16 +364,15 @@ def test_what_preload_returns_replaces_the_data_and_is_made_in_the_writer(
     data.append(3)  # too late: it was copied
     assert queue.maybe_finalize_async_calls(blocking=True, no_dist=True) == [0]
     writer, preloaded_in, values = log.read_text().split(" ", 2)
-    assert writer == preloaded_in != str(os.getpid())
+    assert writer != preloaded_in == str(os.getpid())
     assert values == "[1, 2]."
 
 
-def test_a_preload_that_fails_fails_the_call(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_a_preload_that_fails_is_raised_at_once(queue: AsyncCallsQueue) -> None:
     preload = functools.partial(functions.fail, "no data")
-    queue.schedule_async_request(AsyncRequest(functions.append, (tmp_path / "log", ""), [], preload_fn=preload))
-    with pytest.raises(WriterError, match="no data"):
-        queue.maybe_finalize_async_calls(blocking=True)
-    assert not (tmp_path / "log").exists()
+    with pytest.raises(ValueError, match="no data"):
+        queue.schedule_async_request(AsyncRequest(functions.ignore_two, (1, 2), [], preload_fn=preload))
+    assert queue.get_num_unfinalized_calls() == 0
 
 
 def test_a_preload_without_data_to_replace_is_refused(queue: AsyncCallsQueue) -> None:

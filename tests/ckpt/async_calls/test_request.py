@@ -1,6 +1,8 @@
 import pytest
+import torch.distributed as dist
 
 from ckpt.async_calls import AsyncRequest, RecoverableCall, current
+from ckpt.errors import CheckpointError
 from tests.ckpt.async_calls.functions import Call, fail
 from tests.support import run_ranks
 
@@ -30,14 +32,13 @@ def test_all_finalize_functions_run_and_the_first_exception_counts() -> None:
     assert seen == [1]
 
 
-def test_frozen_request_cannot_change() -> None:
+def test_frozen_request_takes_no_function() -> None:
     request = AsyncRequest(None, (), [])
     frozen = request.freeze()
-    request.add_finalize_fn(print)
-    assert request.finalize_fns == [print]
-    assert frozen.finalize_fns == []
     with pytest.raises(RuntimeError, match="frozen"):
         frozen.add_finalize_fn(print)
+    request.add_finalize_fn(print)
+    assert request.finalize_fns == frozen.finalize_fns == [print]
 
 
 def test_recoverable_call_is_recognized_by_its_methods() -> None:
@@ -52,6 +53,27 @@ def test_execute_sync_preloads_the_data() -> None:
     assert seen == [(1, "new", 3)]
     with pytest.raises(ValueError, match="only 1"):
         AsyncRequest(print, (1,), [], preload_fn=lambda: "new").execute_sync()
+
+
+def _fail_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise OSError("disk full")
+
+
+def _execute(rank: int, world_size: int) -> list[object]:
+    seen: list[object] = []
+    kind = CheckpointError if rank == 0 else OSError
+    with pytest.raises(kind, match="disk full"):
+        AsyncRequest(_fail_on_rank_1, (rank,), [lambda: seen.append("never")]).execute_sync()
+    AsyncRequest(seen.append, ("all",), [dist.barrier, lambda: seen.append("finalized")]).execute_sync()
+    if rank == 0:
+        AsyncRequest(seen.append, ("alone",), []).execute_sync(no_dist=True)
+    return seen
+
+
+def test_execute_sync_finalizes_when_all_ranks_have_done_so() -> None:
+    both = ["all", "finalized"]
+    assert [result.value for result in run_ranks(_execute, 2)] == [[*both, "alone"], both]
 
 
 def test_finalize_functions_run_by_themselves_and_tell_the_call() -> None:

@@ -189,12 +189,10 @@ class Saboteur:
     def _processes(self, which: str) -> Iterator[psutil.Process]:
         for process in psutil.Process().children(recursive=True):
             try:
-                name, command = process.name(), process.cmdline()
+                name = process.name()
             except psutil.Error:
                 continue
-            is_server = any("ckpt.async_calls.fork_server" in part for part in command)
-            known = {"ckpt-writer": "writer", "ckpt-replicas": "replica"}
-            if which == known.get(name, "server" if is_server else ""):
+            if which == {"ckpt-writer": "writer", "ckpt-replicas": "replica", "ckpt-keeper": "server"}.get(name):
                 yield process
 
     def _remember_slots(self) -> None:

@@ -290,8 +290,8 @@ def test_a_state_that_is_not_flattened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"o": {"p": object()}}, "o.p: a builtins.object cannot be stored"),
-        ({"t": (1, torch.ones(2))}, "t.1: a torch.Tensor cannot be stored"),
+        ({"o": {"p": object()}}, "o/p: a builtins.object cannot be stored"),
+        ({"t": (1, torch.ones(2))}, "t/1: a torch.Tensor cannot be stored"),
         ({"a": torch.ones(2).numpy()}, "a: a numpy.ndarray cannot be stored"),
         ({"s": torch.eye(2).to_sparse()}, "s: this tensor has the layout torch.sparse_coo"),
         ({"m": torch.empty(2, device="meta")}, "m: this tensor is on the meta device"),

@@ -1,6 +1,7 @@
 """What goes wrong around a `Checkpointer`, and what must still be true then. Deaths are in `tests/ckpt/crash`."""
 
 import contextlib
+import errno
 import gc
 import os
 import resource
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.async_calls import call
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -443,13 +445,20 @@ def test_a_queue_from_outside_stays_open_and_all_calls_are_finalized(tmp_path: P
         assert "pid" in ask(queue, functions.report_identity)
 
 
-def test_what_the_queue_refuses_takes_no_slot(tmp_path: Path) -> None:
+def test_what_the_queue_refuses_takes_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
     with ckpt.Checkpointer(tmp_path / "root", timeout=timedelta(seconds=20)) as checkpointer:
         checkpointer.warmup(_state(0.0))
-        checkpointer.queue.close()
-        for step in range(4):
-            with pytest.raises(RuntimeError, match="closed"):
-                checkpointer.async_save(_state(1.0), step)
+        with monkeypatch.context() as patch:
+            patch.setattr(call, "_pickled", refuse)
+            for step in range(4):
+                with pytest.raises(OSError, match="no descriptor"):
+                    checkpointer.async_save(_state(1.0), step)
+        checkpointer.queue.close()  # the next save starts another writer
+        checkpointer.save(_state(1.0), 4)
+        assert checkpointer.all_steps() == [4]
 
 
 def _interrupted(rank: int, world_size: int, folder: Path, gate: Gate, where: str) -> None:
@@ -666,3 +675,12 @@ def test_a_published_step_keeps_nothing_of_ranks_that_tried_to_give_it_up(tmp_pa
         (Path(pending.path) / name).write_text("{")
     assert pending.publish() == Published()
     assert sorted(os.listdir(root.step_path(1))) == ["intent.json", "parts"]
+
+
+def test_pending_steps_are_those_that_are_not_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ckpt.pending_steps(tmp_path / "root") == []
+    _leave_pending(tmp_path / "root", 2, monkeypatch, complete=True)
+    assert ckpt.pending_steps(tmp_path / "root") == [2]
+    with ckpt.Checkpointer(tmp_path / "root") as checkpointer:
+        assert checkpointer.restore(_state(0.0)) == 2
+    assert ckpt.pending_steps(tmp_path / "root") == []

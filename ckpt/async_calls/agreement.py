@@ -1,0 +1,59 @@
+"""What ranks agree on about their background calls: which are settled on all of them, and why one failed."""
+
+from __future__ import annotations
+
+from ckpt.ranks.collectives import Ranks
+from ckpt.ranks.failure import Failure
+
+__all__ = ["Agreement", "exchange_failures"]
+
+
+class Agreement:
+    """The calls that are known to be settled on all ranks.
+
+    All methods are for when torch.distributed is initialized. Ranks count their calls from the last `restart`, not from
+    the first call of a process: one that replaced another during the job has a new queue.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._first = 0
+        self._agreed = 0
+
+    def restart(self, first: int) -> None:
+        """Count from the call with the index `first`: none is scheduled on any rank."""
+        self._first = self._agreed = first
+
+    def count_left(self, end: int) -> int:
+        """Return how many calls below this index are not known to be settled on all ranks.
+
+        It is the same on all ranks that schedule the same calls, also if some ranks have finalized their own calls
+        alone, and others have not.
+        """
+        return end - self._agreed
+
+    def decide(self, settled: int, failed: int) -> tuple[int, int]:
+        """Return the index up to which calls are settled on all ranks, and the first that failed on one of them.
+
+        One all_reduce. Follow it by `note`.
+        """
+        least = self._ranks.minimum(settled - self._first, failed - self._first)
+        return least[0] + self._first, least[1] + self._first
+
+    def note(self, end: int) -> None:
+        """Remember that all calls below this index are settled on all ranks, and all ranks know of their failures."""
+        self._agreed = end
+
+    def exchange(self, failure: Failure | None) -> list[Failure]:
+        """Return the failures of a call on all ranks. Collective."""
+        return exchange_failures(failure, self._ranks)
+
+
+def exchange_failures(failure: Failure | None, ranks: Ranks) -> list[Failure]:
+    """Return the failures of all ranks, in their order: a few KB of each that has one.
+
+    Collective. CheckpointTimeoutError, naming the missing ranks, if not all arrive in time.
+    """
+    ranks.doing = "a background call, which some of them may have failed"
+    told = ranks.outcomes(b"" if failure is None else failure)
+    return [each for each in told if isinstance(each, Failure)]

@@ -1,0 +1,87 @@
+"""Small files of a program beside the steps of a root, in a directory or in an object store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.errors import StorageError
+from ckpt.storage import directories, files
+from ckpt.storage.options import StorageOptions
+from ckpt.storage.roots import absolute, is_object_url
+from ckpt.storage.stores.interface import Store
+from ckpt.storage.stores.opening import open_store
+
+__all__ = ["SmallFiles"]
+
+_TIMEOUT_S = 60.0  # for requests that an object store does not answer
+_MAX_BYTES = 1 << 20
+
+
+class SmallFiles:
+    """The small files of a program in a directory or a prefix of an object store, such as a checkpoint root.
+
+    Each is written as a whole or not at all, durably; there is no agreement with saves, nor among processes. Choose
+    names that no step has: not ``step_...``, nor with a dot in front. For any thread. Every method raises StorageError
+    if the storage fails.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
+        """Read and make nothing yet. `path` and `storage_options` are those of `Checkpointer`.
+
+        StorageError for a URL that is not supported.
+        """
+        self.path = absolute(path)
+        self._options = StorageOptions.of(storage_options, _TIMEOUT_S)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, or replace it. Directories that are missing are made. ValueError for more than 1 MiB."""
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"{name} has {len(data)} bytes; small files have at most {_MAX_BYTES}")
+        if (store := self._store()) is not None:
+            store.put(name, data)
+            return
+        directories.make_with_parents(self.path)
+        files.write_durable(self._file(name), data)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file; None if there is none. ValueError for more than 1 MiB."""
+        if (store := self._store()) is not None:
+            return store.get(name, _MAX_BYTES)
+        try:
+            with open(self._file(name), "rb") as file:
+                data = file.read(_MAX_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"cannot read {self._file(name)}: {error.strerror}") from error
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"{self._file(name)} has more than {_MAX_BYTES} bytes")
+        return data
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it exists; a symbolic link, not what it leads to."""
+        if (store := self._store()) is not None:
+            store.delete([name])
+        else:
+            files.remove(self._file(name))
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is something of this name: a file, a directory, a symbolic link."""
+        if (store := self._store()) is not None:
+            return store.about(name) is not None
+        return os.path.lexists(self._file(name))
+
+    def names(self) -> list[str]:
+        """Return the names of all files, sorted; in a directory also of what else is there."""
+        if (store := self._store()) is not None:
+            return sorted(each.key for each in store.names("")[1])
+        return sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
+
+    def _file(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def _store(self) -> Store | None:
+        """Return the object store; None for a directory."""
+        return open_store(self.path, self._options) if is_object_url(self.path) else None
