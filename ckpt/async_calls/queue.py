@@ -19,12 +19,12 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ckpt.async_calls.agreement import Agreement
 from ckpt.async_calls.compatible import WarmupPersistentCaller, remember
 from ckpt.async_calls.config import WriterConfig, with_priorities
 from ckpt.async_calls.failures import failed_elsewhere, not_closed, not_done, with_note
 from ckpt.async_calls.request import Request
 from ckpt.async_calls.runner import NO_CALL, CallRunner
+from ckpt.async_calls.settled import SettledCalls
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.ranks.collectives import Ranks
@@ -84,7 +84,7 @@ class AsyncCallsQueue(CallRunner):
         config = with_priorities(config if config is not None else WriterConfig(), cpu_priority, io_priority)
         super().__init__(config, num_writers, keeper)
         self._no_dist = no_dist
-        self._agreement = Agreement(Ranks(process_group, timeout_s))
+        self._settled_calls = SettledCalls(Ranks(process_group, timeout_s))
         self._timeout_s = timeout_s
         self._finalizing = False
         self._unreported: deque[Exception] = deque()  # of calls that have left the queue; each is raised once
@@ -146,7 +146,7 @@ class AsyncCallsQueue(CallRunner):
         if alone and not self._pending:
             # What ran here is done, and had no need of an agreement (saves have theirs in storage): ranks may have
             # scheduled different calls, such as saves that one of them could not make. They count from here.
-            self._agreement.restart(self._next_index)
+            self._settled_calls.restart(self._next_index)
         if self._unreported:
             error = self._unreported[0]
             self._unreported.clear()
@@ -160,7 +160,7 @@ class AsyncCallsQueue(CallRunner):
 
     def _count_left(self, alone: bool) -> int:
         """Return a number of calls to finalize, which is the same on all ranks unless this one is alone."""
-        return len(self._pending) if alone else self._agreement.count_left(self._next_index)
+        return len(self._pending) if alone else self._settled_calls.count_left(self._next_index)
 
     def _finalize(self, deadline: Deadline, blocking: bool, alone: bool) -> list[int]:
         """Finalize what is done, and return the indices; errors are in `_unreported`."""
@@ -168,12 +168,12 @@ class AsyncCallsQueue(CallRunner):
         self._recover_if_given_up()
         self._call_listeners()
         self.pump()
-        alone = alone or not self._agreement.count_left(self._next_index)
+        alone = alone or not self._settled_calls.count_left(self._next_index)
         if blocking:
             self._wait_until_settled(deadline, stop_at_failure=alone)
         settled, failed = self._leading()
         if not alone:
-            settled, failed = self._agreement.decide(settled, failed)
+            settled, failed = self._settled_calls.decide(settled, failed)
         # Calls that failed are dropped, and counted as agreed, before functions of the program run: what one of these
         # throws into the queue, such as KeyboardInterrupt, loses no error, and does not make ranks differ.
         error: Exception | None = None
@@ -181,7 +181,7 @@ class AsyncCallsQueue(CallRunner):
             error = self._drop(failed, alone)
             self._unreported.append(error)
         if not alone:
-            self._agreement.note(min(settled, failed + 1))
+            self._settled_calls.note(min(settled, failed + 1))
         finalized, finalize_error = self._finalize_before(min(settled, failed))
         if error is None and blocking and settled < self._next_index:
             error = not_done(settled, self._next_index - 1, deadline.timeout_s)
@@ -241,7 +241,7 @@ class AsyncCallsQueue(CallRunner):
                 if error is not None:
                     _log.error("a finalize function of background call %d failed", call.index, exc_info=error)
             self._pending.popleft()
-        self._agreement.restart(self._next_index)
+        self._settled_calls.restart(self._next_index)
         return finalized
 
     def _recover_if_given_up(self) -> None:
@@ -284,7 +284,7 @@ class AsyncCallsQueue(CallRunner):
     def _end(self) -> None:
         super()._end()
         self._unreported.clear()
-        self._agreement.restart(0)
+        self._settled_calls.restart(0)
 
     def __enter__(self) -> Self:
         return self
@@ -340,7 +340,7 @@ class AsyncCallsQueue(CallRunner):
     def _drop(self, index: int, alone: bool) -> CheckpointError:
         """Remove a call that failed here or on another rank; return the error to raise."""
         call = next((each for each in self._pending if each.index == index), None)
-        failures = [] if alone else self._agreement.exchange(None if call is None else call.own_failure())
+        failures = [] if alone else self._settled_calls.exchange(None if call is None else call.own_failure())
         if call is None:  # this rank has finalized it before, alone
             return failed_elsewhere(f"background call {index}", failures)
         if not alone:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from ckpt.async_calls.agreement import exchange_failures
 from ckpt.async_calls.failures import failed_elsewhere
+from ckpt.async_calls.settled import exchange_failures
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.distributed import own_rank
 from ckpt.ranks.failure import Failure

@@ -12,14 +12,14 @@ __all__ = ["Fault", "Job", "jobs"]
 RAISING = ("exception", "hang")  # the rank stays
 KILLING = ("sigkill", "os-exit")
 # The trainer goes on; another fault ends the iteration. A stopped writer is killed by its trainer, which must live.
-OF_PROCESSES = ("writer-killed", "server-killed", "writer-stopped")
+OF_PROCESSES = ("writer-killed", "keeper-killed", "writer-stopped")
 IN_TRAINING = ("step", "first-step", "staging", "between", "scheduled", "maybe-finalize", "finalize-fn")
 IN_RECOVERY = ("drain", "restore", "restored")
 # With snapshots: before one, between its staging and its count, when ranks agree, when bytes come back, and afterwards.
 # A byte changes in the newest one of a rank; a replica process is killed; the writer of a rank cannot write.
 IN_SNAPSHOTS = (*IN_TRAINING, "snapshot", "count")
 IN_RECOVERY_OF_SNAPSHOTS = ("drain", "agreement", "copy-back", "settle")
-OF_SNAPSHOTS = ("damage", "damage", "disk-full", "writer-killed", "server-killed")
+OF_SNAPSHOTS = ("damage", "damage", "disk-full", "writer-killed", "keeper-killed")
 STEPS_PER_ITERATION = 4
 
 

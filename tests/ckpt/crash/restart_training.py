@@ -192,7 +192,7 @@ class Saboteur:
                 name = process.name()
             except psutil.Error:
                 continue
-            if which == {"ckpt-writer": "writer", "ckpt-replicas": "replica", "ckpt-keeper": "server"}.get(name):
+            if which == {"ckpt-writer": "writer", "ckpt-replicas": "replica", "ckpt-keeper": "keeper"}.get(name):
                 yield process
 
     def _remember_slots(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.failure import Failure
 
-__all__ = ["Agreement", "exchange_failures"]
+__all__ = ["SettledCalls", "exchange_failures"]
 
 
-class Agreement:
+class SettledCalls:
     """The calls that are known to be settled on all ranks.
 
     All methods are for when torch.distributed is initialized. Ranks count their calls from the last `restart`, not from
