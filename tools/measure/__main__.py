@@ -1,9 +1,10 @@
-"""Print the figures by which the size of this code is judged: counts of the sources, and traces of a save.
+"""Print the figures by which the size of this code is judged: counts of the sources, traces of a save, processes.
 
-    python -m tools.measure [TREE] [--trace] [--json]
+    python -m tools.measure [TREE] [--trace] [--processes] [--json]
 
 TREE is a checkout, by default this one; nothing of it is imported, so an older one can be compared. With `--trace` a
-process runs a save and a restore with the code of TREE, and counts the functions that they pass; it needs torch.
+process runs a save and a restore with the code of TREE, and counts the functions that they pass; with `--processes` two
+ranks run with everything on, and the processes beside each are counted. Both need torch.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.measure import sources
 from tools.measure.sources import Module
 
-__all__ = ["Figure", "figures", "main", "traces"]
+__all__ = ["Figure", "figures", "main", "processes", "traces"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _TRACE_LIMIT_S = 120
@@ -70,9 +72,36 @@ def figures(tree: Path) -> list[Figure]:
 
 def traces(tree: Path) -> list[Figure]:
     """Return the functions and files that a save and a restore pass. RuntimeError if they failed."""
-    program = Path(__file__).with_name("traces.py")
+    found: dict[str, dict[str, int]] = _run("traces.py", tree, "the traced save")
+    wanted = {"async_save": (100, 22), "whole save": (260, 38), "restore": (300, 40)}
+    return [
+        Figure(f"{what} of {call}", found[call][what], str(most))
+        for call, limits in wanted.items()
+        for what, most in zip(("functions", "files"), limits, strict=True)
+    ]
+
+
+def processes(tree: Path) -> list[Figure]:
+    """Return the processes beside a trainer with everything on. RuntimeError if its job failed."""
+    helpers: list[tuple[str, bool, float]] = _run("helpers.py", tree, "the job of two ranks")
+    named = {f"{name}{' (exec)' if is_exec else ''}": memory for name, is_exec, memory in helpers}
+    started = {name for name, is_exec, _ in helpers if is_exec}
+    return [
+        Figure("kinds of process started by exec", len(started), "1"),
+        Figure("helpers per rank", len(helpers), "4"),
+        Figure(
+            "private memory of the helpers in MiB",
+            round(sum(memory for _, _, memory in helpers)),
+            "45",
+            tuple(f"{name} {memory:.0f}" for name, memory in named.items()),
+        ),
+    ]
+
+
+def _run(program: str, tree: Path, what: str) -> Any:
+    """Run a program of this folder with the code of a tree; return what it prints. RuntimeError if it fails."""
     done = subprocess.run(
-        [sys.executable, "-P", str(program), str(tree)],
+        [sys.executable, "-P", str(Path(__file__).with_name(program)), str(tree)],
         env={**os.environ, "PYTHONPATH": str(tree)},
         capture_output=True,
         text=True,
@@ -80,14 +109,8 @@ def traces(tree: Path) -> list[Figure]:
         timeout=_TRACE_LIMIT_S,
     )
     if done.returncode:
-        raise RuntimeError(f"the traced save failed with exit code {done.returncode}:\n{done.stderr}")
-    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
-    wanted = {"async_save": (100, 22), "whole save": (260, 38), "restore": (300, 40)}
-    return [
-        Figure(f"{what} of {call}", found[call][what], str(most))
-        for call, limits in wanted.items()
-        for what, most in zip(("functions", "files"), limits, strict=True)
-    ]
+        raise RuntimeError(f"{what} failed with exit code {done.returncode}:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _size(package: str, modules: list[Module], wanted: tuple[str, str, str]) -> list[Figure]:
@@ -133,12 +156,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.measure", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("tree", nargs="?", type=Path, default=REPOSITORY, help="a checkout (default: this one)")
     parser.add_argument("--trace", action="store_true", help="also run a save and a restore, and count their functions")
+    parser.add_argument("--processes", action="store_true", help="also run two ranks, and count their processes")
     parser.add_argument("--json", action="store_true", help="print a list of objects, with all items")
     options = parser.parse_args(arguments)
     tree = options.tree.resolve()
     if not (tree / "ckpt" / "__init__.py").is_file():
         parser.error(f"{tree} is no checkout of this repository: it has no ckpt/__init__.py")
-    rows = [*figures(tree), *(traces(tree) if options.trace else [])]
+    rows = [*figures(tree), *(traces(tree) if options.trace else []), *(processes(tree) if options.processes else [])]
     print(json.dumps([asdict(row) for row in rows], indent=1) if options.json else _table(rows))
     return 0
 

@@ -10,8 +10,9 @@ import pytest
 import ckpt
 from ckpt.async_calls import messages
 from ckpt.storage.stores.interface import Store
+from tests.support.selection import full_only
 from tools.measure import sources
-from tools.measure.__main__ import REPOSITORY, figures, main, traces
+from tools.measure.__main__ import REPOSITORY, figures, main, processes, traces
 
 _FILES = {
     "ckpt/__init__.py": '__all__ = ["Checkpointer", "load"]\n',
@@ -151,3 +152,11 @@ def test_a_save_and_a_restore_are_traced() -> None:
     assert 20 < found["functions of async_save"] < found["functions of whole save"]
     assert found["functions of restore"] > 20
     assert all(found[f"files of {call}"] < found[f"functions of {call}"] for call in ("async_save", "restore"))
+
+
+@full_only
+def test_the_keeper_and_the_monitor_are_started_and_workers_are_forked() -> None:
+    found = {row.name: row for row in processes(REPOSITORY)}
+    assert found["kinds of process started by exec"].value == 2
+    names = {item.rsplit(" ", 1)[0] for item in found["private memory of the helpers in MiB"].items}
+    assert {"ckpt-keeper (exec)", "ckpt-writer"} < names
