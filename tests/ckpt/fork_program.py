@@ -87,7 +87,8 @@ class Rank:
 
     def everything(self) -> dict[str, Any]:
         writers = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ckpt-writer"]
-        owner = sorted(str(path) for path in (self.folder / "root" / ".owner").rglob("*"))
+        found = (self.folder / "root" / ".owner").rglob("*")
+        owner = sorted(str(path) for path in found if not path.name.startswith("."))  # but files of a moment
         return {**self.helpers(), "writers": writers, "owner": owner}
 
     # -- ways to leave -------------------------------------------------------------------------------------------------
