@@ -33,6 +33,7 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
+from inprocess.ipc.interpreter import import_path
 
 __all__ = ["BackgroundMirror"]
 
@@ -228,6 +229,7 @@ class BackgroundMirror:
             in_seconds(options.close_timeout),
             self._owner,
             self._node_local,
+            import_path(),
         )
         worker = Worker(self._keeper, "mirror", CODEC, nice=_NICE, io_class="idle")
         try:

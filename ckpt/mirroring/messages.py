@@ -24,7 +24,8 @@ class Setup:
     That of rank 0 owns the mirror and publishes; the others copy the shares of their ranks. With `node_local`, the
     directory of this node with pack files of the root, each can copy only what is on its node.
 
-    The policy of the mirror, which may be a class of the user, is pickled in the memory file sent with this.
+    The policy of the mirror, which may be a class of the user, is pickled in the memory file sent with this. It is
+    imported by `import_path`, that of the trainer.
     """
 
     rank: int
@@ -35,7 +36,8 @@ class Setup:
     bandwidth: float | None
     close_s: float
     before: int
-    node_local: str | None = None
+    node_local: str | None
+    import_path: list[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import contextlib
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -317,6 +318,7 @@ def run(trainer: socket.socket) -> None:
             return  # the trainer could not send it
         setup, (fd,) = packet.message, packet.fds
         assert isinstance(setup, Setup)
+        sys.path[:] = setup.import_path
         with open(fd, "rb") as stream:
             stream.seek(0)  # the offset is shared with the process that wrote it
             keep: Keep | None = pickle.load(stream)

@@ -88,7 +88,8 @@ class Rank:
     def everything(self) -> dict[str, Any]:
         children = psutil.Process().children(recursive=True)
         workers = sorted(p.pid for p in children if p.name() in ("ckpt-writer", "ckpt-replicas"))
-        owner = sorted(str(path) for path in (self.folder / "root" / ".owner").rglob("*"))
+        found = (self.folder / "root" / ".owner").rglob("*")
+        owner = sorted(str(path) for path in found if not path.name.startswith("."))  # but files of a moment
         return {**self.helpers(), "workers": workers, "owner": owner}
 
     # -- ways to leave -------------------------------------------------------------------------------------------------

@@ -251,10 +251,12 @@ def test_the_output_of_a_trainer_ends_with_it(tmp_path: Path, monkeypatch: pytes
     go = gate(monkeypatch, tmp_path, "ckpt.formats.torch_file", "ckpt-export")
     command = [sys.executable, "-c", _TRAINER, str(tmp_path / "root"), str(tmp_path / "out")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as trainer:
-        output, _ = trainer.communicate(timeout=60)  # until all have closed it
-    worker = psutil.Process(int(output.split()[-1]))
-    assert worker.name() == "ckpt-export"
-    go.touch()
+        try:
+            output, _ = trainer.communicate(timeout=40)  # until all have closed it
+            worker = psutil.Process(int(output.split()[-1]))
+            assert worker.name() == "ckpt-export"
+        finally:
+            go.touch()
     wait_until(lambda: is_gone(worker.pid))
     assert os.listdir(tmp_path / "out") == ["step_00000001.pt"]
 

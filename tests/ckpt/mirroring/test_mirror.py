@@ -613,7 +613,7 @@ def test_messages() -> None:
     options = StorageOptions.of({"secret_access_key": "x", "allow_http": True, "retries": 3}, 60.0)
     branch = Branch(10**17, "s" * 60, tuple(range(10**17, 10**17 + 1000)))
     messages: list[Message] = [
-        Setup(0, "/a", None, "s3://b/c", options, 1e6, 300.0, 10**13),
+        Setup(0, "/a", None, "s3://b/c", options, 1e6, 300.0, 10**13, None, ["/c"]),
         Due(SaveId(10**17, 10**17, "f" * 16), 10**17, branch),
         Failed(None, "no such \udc80 file", again=True),
     ]

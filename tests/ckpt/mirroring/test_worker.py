@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import ckpt
 from ckpt.saving.retention import PublishedStep
 from ckpt.storage.roots import open_root
-from tests.ckpt.mirroring.support import job, mirror_of, mirror_process, mirror_processes
+from tests.ckpt.mirroring.support import job, mirror_of, mirror_process, mirror_processes, state_of
 from tests.support import LeakCheck, is_gone
 
 pytestmark = pytest.mark.timeout(120)
@@ -25,7 +26,7 @@ import os, signal, sys, torch
 import ckpt
 from tests.ckpt.mirroring.support import STALLED, mirror_process
 root, mirror = sys.argv[1:]
-checkpointer = ckpt.Checkpointer(root, mirror=ckpt.Mirror(mirror, bandwidth=STALLED, close_timeout=30))
+checkpointer = ckpt.Checkpointer(root, mirror=ckpt.Mirror(mirror, bandwidth=STALLED, close_timeout=60))
 checkpointer.save({"w": torch.zeros(10)}, 1)
 print(mirror_process().pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -51,6 +52,23 @@ def test_a_policy_of_the_user(tmp_path: Path, leak_check: LeakCheck) -> None:
         run.copy(1, 2, 3, 4)
         run.wait(lambda: open_root(tmp_path / "mirror").steps() == [1, 3, 4])
         assert run.failures == []
+
+
+def test_a_policy_is_imported_by_the_path_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is when the worker is ordered: the keeper was started with another one."""
+    code = "import ckpt\nclass Newest(ckpt.Keep):\n    def kept(self, steps):\n        return set()\n"
+    (tmp_path / "late_policy.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    keep = importlib.import_module("late_policy").Newest()
+    with job(tmp_path / "nvme", mirror_of(tmp_path / "mirror", keep=keep)) as run:
+        monkeypatch.undo()
+        run.checkpointer.warmup(state_of(1))
+        run.wait(lambda: "ckpt-keeper" in [child.name() for child in psutil.Process().children()])
+        monkeypatch.syspath_prepend(tmp_path)
+        run.copy(1, 2)
+        run.wait(lambda: open_root(tmp_path / "mirror").steps() == [2])
+        assert run.failures == []
+    del sys.modules["late_policy"]
 
 
 def test_the_last_words_of_a_worker_are_told(tmp_path: Path) -> None:
@@ -86,7 +104,7 @@ def test_the_output_of_a_trainer_ends_with_it(tmp_path: Path) -> None:
     """What reads it, as `tee` or a launcher, does not wait for the worker, which goes on with its copy."""
     command = [sys.executable, "-c", _TRAINER, str(tmp_path / "nvme"), str(tmp_path / "mirror")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as trainer:
-        output, _ = trainer.communicate(timeout=60)  # until all have closed it
+        output, _ = trainer.communicate(timeout=40)  # until all have closed it
     worker = psutil.Process(int(output.split()[-1]))
     assert worker.name() == "ckpt-mirror"
     assert os.readlink(f"/proc/{worker.pid}/cwd") == "/"
