@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["check_choice", "check_flag", "check_mapping", "check_number", "duration", "in_seconds", "whole_number"]
+__all__ = [
+    "check_choice",
+    "check_flag",
+    "check_mapping",
+    "check_number",
+    "check_step",
+    "duration",
+    "in_seconds",
+    "whole_number",
+]
 
 
 def duration(name: str, value: Any, *, or_zero: bool = False) -> timedelta:
@@ -73,3 +82,10 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def _shown(value: Any) -> str:
     return f"{value!r:.80} ({type(value).__name__})"
+
+
+def check_step(step: Any, method: str) -> None:
+    """Raise ValueError unless `step`, given to this method beside the state, is a number of a step."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
+        what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not the text of a whole state
+        raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {what}: {method}(state, step)")

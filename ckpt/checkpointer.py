@@ -329,7 +329,7 @@ class Checkpointer(Uncopied):
             raise CheckpointNotFoundError(
                 f"{root.path} has no published step {step}; it has {root.steps() or 'none'}", step=step
             )
-        if not root.remove_step(step, self._parts.saver.own()):
+        if not root.remove_step(step, self._parts.saver.root_claim.own()):
             if step in root.pinned_steps():
                 raise StorageError(f"step {step} of {root.path} is pinned: unpin it first")
             raise StorageError(f"step {step} of {root.path} is being read: delete it when its readers are done")

@@ -46,7 +46,7 @@ class RestartBridge:
     def interrupt(self) -> None:
         """Wake a thread that waits in a method. From any thread; see `AsyncCallsQueue.interrupt`."""
         self._interrupted_at = self._interrupted_at or time.time()
-        self._saver.interrupt()
+        self._queue.interrupt()
 
     def recover_from_fault(self, drain_timeout: timedelta | None, rank: int | None = 0) -> None:
         """Decide every save in flight, forget the process group, and restore the registered state to the newest step.
@@ -66,7 +66,7 @@ class RestartBridge:
         self._closing.check_open()
         drain_s = 0.0 if drain_timeout is None else drain_timeout.total_seconds()
         if drain_timeout is None:
-            self._saver.stop_writers()
+            self._queue.recover(0.0)  # kills the writers
         last, last_rank = self._restores.last, self._saver.last_rank
         rank = last_rank if last_rank is not None else rank
         if rank is not None:

@@ -121,7 +121,7 @@ class Closing:
 
     def _delete_recycled(self) -> None:
         root = self._parts.root
-        if self._parts.saver.is_owner:
+        if self._parts.saver.root_claim.is_owner:
             for path in root.discard_recycled():
                 try:
                     root.delete_contents(path, lambda: None, is_record=False)

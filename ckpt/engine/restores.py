@@ -125,8 +125,8 @@ class Restores:
             return
         if self._parts.mirror_root is not None:
             with contextlib.suppress(StorageError):
-                saver.claim_above = self._parts.mirror_root.ownership.newest()
-        self._seen_left = recover_for_restore(root, saver.seen, saver.token, wait_s, _log.warning)
+                saver.root_claim.above = self._parts.mirror_root.ownership.newest()
+        self._seen_left = recover_for_restore(root, saver.root_claim.seen, saver.root_claim.token, wait_s, _log.warning)
 
     # -- the branch that the next save continues -----------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Restores:
 
         Not one of a branch that training has left, and that no save has moved aside yet.
         """
-        left, root = self._saver.branch, self._parts.root
+        left, root = self._saver.root_claim.branch, self._parts.root
         damaged, unreadable = report.damaged, report.unreadable
         if left is not None:  # these were found by an earlier restore, and no save has moved them aside yet
             damaged += tuple(step for step in left.damaged if step > report.step and step not in damaged)
@@ -172,7 +172,7 @@ class Restores:
 
         steps = [step for step in root.steps() if step <= report.step]
         if left is not None and left.step is not None and left.step <= report.step:
-            own = self._saver.token
+            own = self._saver.root_claim.token
             saves = {step: parse_save_name(save_of(step) or "") for step in steps if step > left.step}
             steps = [step for step in steps if step <= left.step or ((save := saves[step]) and save.owner == own)]
         before = max(steps, default=None)

@@ -10,6 +10,7 @@ from typing import Any
 from ckpt.async_calls import CallTimer
 from ckpt.errors import CheckpointError
 from ckpt.ranks.failure import Failure
+from ckpt.saving.giving_up import Fenced, error_for, give_up
 from ckpt.saving.observed_save import ObservedSave
 from ckpt.saving.task import (
     NotDurable,
@@ -21,7 +22,7 @@ from ckpt.saving.task import (
     WriteTask,
     from_event,
 )
-from ckpt.saving.write import Fenced, error_for, give_up, write_share
+from ckpt.saving.write import write_share
 from ckpt.staging.arena import Slot
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.roots import open_root

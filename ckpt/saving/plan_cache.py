@@ -33,11 +33,12 @@ from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.failure import Failure
 from ckpt.saving.host_memory import LIMIT_BYTES, HostLimit, check_host_memory
 from ckpt.saving.layout import LocalBoxes, RankLayout, make_layout
+from ckpt.saving.root_claim import RootClaim
 from ckpt.saving.samples import Replicas
 from ckpt.storage.names import SaveId
 from inprocess.ipc.threads import JoinableThread
 
-__all__ = ["CachedPlan", "Claims", "PlanCache", "PreparedState"]
+__all__ = ["CachedPlan", "PlanCache", "PreparedState"]
 
 _log = logging.getLogger("ckpt")
 _COORDINATOR = 0
@@ -90,16 +91,6 @@ class PreparedState:
     cached: CachedPlan
 
 
-class Claims(Protocol):
-    """How a job becomes the owner of the root that it saves to."""
-
-    def claim(self) -> int:
-        """Claim the root, and return the token. For the coordinator."""
-
-    def confirm(self, token: int) -> None:
-        """Raise StorageError unless this rank sees that claim, and can write beside it. For the other ranks."""
-
-
 class Slots(Protocol):
     """The staging memory that a plan needs."""
 
@@ -139,7 +130,7 @@ class PlanCache:
         """The token that this job saves with; None before the ranks have agreed on one."""
         return None if self._session is None else self._session.owner or None
 
-    def prepare(self, state: Any, claims: Claims | None = None, *, claim: bool = True) -> PreparedState:
+    def prepare(self, state: Any, claims: RootClaim | None = None, *, claim: bool = True) -> PreparedState:
         """Name the leaves, and find or make the plan. Collective if there is no plan or no session.
 
         With `claims`, the session is to have an owner: the coordinator claims the root if `claim` is true there. When
@@ -154,7 +145,7 @@ class PlanCache:
         values = [[list(path), rank if own else None, encoded[path]] for path, own in cached.value_owners.items()]
         return PreparedState(flat, encoded, values, cached)
 
-    def begin(self, state: Any, claims: Claims | None, slots: Slots, *, claim: bool) -> None:
+    def begin(self, state: Any, claims: RootClaim | None, slots: Slots, *, claim: bool) -> None:
         """Do the part of `prepare` that waits for other ranks, and that of fitting the slots. Collective."""
         with contextlib.suppress(StateError):  # of the state before, which is not to be saved any more
             self.finish()
@@ -181,7 +172,7 @@ class PlanCache:
         except StateError:
             self._begun = begun
 
-    def _agree_on_plan(self, state: Any, claims: Claims | None, claim: bool) -> FlatState:
+    def _agree_on_plan(self, state: Any, claims: RootClaim | None, claim: bool) -> FlatState:
         """Agree on a session and exchange descriptions, where that is needed. The plan is to be made then: `_begun`."""
         self.finish()
         begins_session = self._session is None or (claims is not None and not self._session.owner)
@@ -268,7 +259,7 @@ class PlanCache:
         plan_bytes = pickle.dumps(layout.plan, protocol=pickle.HIGHEST_PROTOCOL)
         return CachedPlan(key, description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
 
-    def _agree(self, claims: Claims | None, claim: bool, told: bytes = b"") -> list[bytes]:
+    def _agree(self, claims: RootClaim | None, claim: bool, told: bytes = b"") -> list[bytes]:
         """Begin a session, or give an existing one a new nonce; claim the root if need be. Collective.
 
         Returns what all ranks have `told`. Raises StateError on all ranks when one of them cannot store its state, the
@@ -289,7 +280,7 @@ class PlanCache:
         self._session, self._returns = _Session(owner, nonce), 0
         return [answer[_ANSWER.size + _NONCE_BYTES :] for answer in answers]
 
-    def _confirm(self, claims: Claims, owner: int) -> None:
+    def _confirm(self, claims: RootClaim, owner: int) -> None:
         """Confirm the claim on all ranks; what one of them raises is raised on all. Collective."""
         answer: bytes | Failure = b""
         if self._ranks.rank != _COORDINATOR:

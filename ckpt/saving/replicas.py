@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,8 +22,9 @@ from ckpt.native import crc32c
 from ckpt.paths import display
 from ckpt.ranks.rounds import named
 
-__all__ = ["ENTRY", "Digests", "InSlot", "Tolerance", "Warn", "check_replicas", "name_key"]
+__all__ = ["ENTRY", "DifferingNames", "Digests", "InSlot", "Tolerance", "Warn", "check_replicas", "name_key"]
 
+_log = logging.getLogger("ckpt")
 Tolerance = Literal["error", "warn", "ignore"]
 """What is done about parameters that differ between ranks."""
 
@@ -119,3 +121,23 @@ def _how(groups: list[list[int]]) -> str:
     first = min(groups, key=min)
     others = sorted(rank for group in groups if group is not first for rank in group)
     return f"{named(others)} unlike rank {min(first)}"
+
+
+class DifferingNames:
+    """The names of values that ranks have different; each is logged once."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def warn(self, step: int, names: Iterable[str], *, mixed: bool) -> None:
+        """Log the names that are new. `mixed`: the step holds parts of the values of several ranks."""
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        if new:
+            _log.warning(
+                "step %d: ranks have different values of %s; the step holds %s. Put what each rank has for itself into "
+                "ckpt.PerRank",
+                step,
+                "; ".join(new),
+                "parts of the values of each rank" if mixed else "those of the lowest rank that has them",
+            )

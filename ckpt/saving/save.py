@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.async_calls import AsyncCallsQueue, AsyncRequest, CallTimer
+from ckpt.arguments import check_step
+from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
 from ckpt.errors import CheckpointError
 from ckpt.events import Retained, SnapshotStaged
 from ckpt.keeper.lingering import LingeringMemory
@@ -31,19 +32,20 @@ from ckpt.saving.lineage import Lineage, checked_metrics, own_versions
 from ckpt.saving.memory_tier import MemoryTier
 from ckpt.saving.observed_save import ObservedSave
 from ckpt.saving.plan_cache import PlanCache, PreparedState
-from ckpt.saving.recover import Branch, lost_token
+from ckpt.saving.recover import Branch
+from ckpt.saving.replicas import DifferingNames
 from ckpt.saving.replicator import Replicator
+from ckpt.saving.root_claim import RootClaim
 from ckpt.saving.scheduled import Scheduled, wait_for_program
 from ckpt.saving.snapshots import HeldSnapshots
 from ckpt.saving.stage import StagedShare, Stager, StagingOptions
 from ckpt.saving.staged_memory import StagedMemory
-from ckpt.saving.task import COORDINATOR, ReplicasDiffer, SaveOptions, StepsRemoved, WriteTask, pack_offsets
+from ckpt.saving.task import COORDINATOR, SaveOptions, StepsRemoved, WriteTask, pack_offsets
 from ckpt.saving.timers import Timers
 from ckpt.staging.arena import SlotState
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.ownership import ClaimLease
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.process import Process
 from inprocess.ipc.restart_index import current_restart_index
@@ -82,7 +84,6 @@ class Saver:
         lingering: LingeringMemory | None = None,
     ) -> None:
         self._root = root
-        self._packs = None if options.node_local is None else NodePacks(options.node_local, root)
         self._ranks = ranks
         self._queue = queue
         self._slot_timeout_s = staging.slot_timeout_s
@@ -101,23 +102,20 @@ class Saver:
         limit = HostLimit(staging.slots, staging.max_host_bytes)
         self._plans = PlanCache(ranks, staging.grid, limit, staging.compression)
         self.timers = Timers()  # of every call that writes
-        self._warned: set[str] = set()  # of names that ranks have different
+        self._differing = DifferingNames()
         self._in_flight: dict[SaveId, _Undecided] = {}  # entered before staging, so that no fault loses one
         self.scheduled = Scheduled(root, queue, self._staged)
         self._observed: list[ObservedSave] = []  # of which the end was not emitted, when the last save began
-        self._seen: int | None = None  # the newest token known to this job: later ones are of later starts
-        self._token: int | None = None  # that this job saved with last, or this process claimed
         self.held: Callable[[], Iterable[str]] = tuple
         """Returns the saves of which no step is to be removed yet, by name; called for each save."""
-        self.claim_above = 0  # a claim of this process gets a larger token than this one
-        self._claim_lease = ClaimLease(self._root.ownership)
+        packs = None if options.node_local is None else NodePacks(options.node_local, root)
+        self.root_claim = RootClaim(root, packs, self._wait_for_program)
         self._versions = own_versions()
         self._closed = False
         self._listening = False
         self._listen_at = 0.0
         self._listened_for: SaveId | None = None
         self._not_finite: set[str] = set()  # names of metrics, of which a value was so
-        self._branch: Branch | None = Branch()  # None once a save of this owner is published
 
     @property
     def memory(self) -> StagedMemory:
@@ -131,57 +129,9 @@ class Saver:
         self._plans.settle()
         return self._tier
 
-    @property
-    def seen(self) -> int:
-        """The newest token known to this job; 0 if there is none."""
-        return self._seen or 0
-
-    def claim(self) -> int:
-        """Claim the root, which is made if need be, and return the token. FencedError if another job was faster."""
-        wait_for_program(self._root, time.monotonic() + self._slot_timeout_s / 2, but=self.scheduled)  # else fenced
-        self._root.make()
-        if self._packs is not None:
-            self._packs.claim()
-        seen = self._root.ownership.newest() if self._seen is None else self._seen
-        above = self.claim_above if seen else max(self.claim_above, lost_token(self._root))
-        self._seen = self._token = self._root.ownership.claim(seen, above=above)
-        self._claim_lease.hold(self._token)
-        return self._token
-
-    def confirm(self, token: int) -> None:
-        """Raise StorageError unless this rank sees the claim of the coordinator; see `CheckpointRoot.confirm`."""
-        self._root.confirm(token)
-        if self._packs is not None:
-            self._packs.claim()
-
-    @property
-    def token(self) -> int | None:
-        """The token that this job saved with last, or that this process claimed; None before."""
-        return self._token
-
-    @property
-    def branch(self) -> Branch | None:
-        """What the next save continues; None if one of this owner is known to be published."""
-        return self._branch
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this job owns the root, as far as storage tells."""
-        ownership = self._root.ownership
-        return self._seen is not None and self._seen in (ownership.newest(), ownership.owner())
-
-    def own(self) -> int:
-        """Return the token; claim the root first unless this job owns it. FencedError if a later job owns it."""
-        token = self.token
-        if token is None:
-            return self.claim()
-        self._root.ownership.check(token)
-        return token
-
     def continue_from(self, branch: Branch, seen: int | None) -> None:
         """Let the next save claim the root anew and continue the step of `branch`. `seen` is a token seen since."""
-        self._branch = branch
-        self._seen = self._seen if seen is None else max(seen, self.seen)
+        self.root_claim.continue_from(branch, seen)
         self._plans.end_session()
 
     def warmup(self, state: Any, *, claim: bool = True) -> None:
@@ -192,8 +142,8 @@ class Saver:
         self._ranks.doing = "warmup"
         Process.here()  # reads /proc the first time
         self._queue.start()
-        claims = claim or (self._token is not None and not self._in_flight)
-        self._stager.fit(self._plans.prepare(state, self, claim=claims).cached)
+        claims = claim or (self.root_claim.token is not None and not self._in_flight)
+        self._stager.fit(self._plans.prepare(state, self.root_claim, claim=claims).cached)
 
     def warmup_in_background(self, state: Any) -> None:
         """Begin to do what `warmup` does, as training may go on; the next save waits for it. Collective.
@@ -205,7 +155,7 @@ class Saver:
             return
         self._ranks.doing = "warmup"
         Process.here()
-        self._plans.begin(state, self, self._stager, claim=self._token is not None)
+        self._plans.begin(state, self.root_claim, self._stager, claim=self.root_claim.token is not None)
         self._queue.start()  # its process and the thread would both take time from the ranks that agree
         self._plans.go_on(self._stager)
 
@@ -232,20 +182,20 @@ class Saver:
 
         `mirror`: the step is due for the mirror, as far as rank 0 says.
         """
-        _check_step(step, "async_save")
+        check_step(step, "async_save")
         self.scheduled.note_thread()
         self._ranks.doing = f"the save of step {step}"
         self._plans.begin_attempt(step)
         self._observed = [each for each in self._observed if not each.ended]
         observed = ObservedSave(step, self._ranks.rank, time.perf_counter() - begin, self._observed)
         try:
-            prepared = self._prepared(state, self)
+            prepared = self._prepared(state, self.root_claim)
             lineage = Lineage(
                 current_restart_index(), checked_metrics(metrics, self._not_finite), self._versions, mirror
             )
             save = self._plans.save_id()
             assert save is not None
-            self._seen = self._token = save.owner
+            self.root_claim.note(save.owner)
             if not self._listening and self._look_rarely():
                 self._listening = True
                 self._queue.listen(self._listen)
@@ -259,7 +209,7 @@ class Saver:
         done = [
             observed.published,  # unless the answer of the writer has told that
             handle.on_decided,
-            lambda: self._taken_over(task.branch),
+            lambda: self.root_claim.taken_over(task.branch),
             lambda: self._stager.keep(task.region),
             lambda: self.snapshots.published(task.save),
         ]
@@ -267,7 +217,7 @@ class Saver:
 
     def snapshot(self, state: Any, step: int, begin: float) -> None:
         """Stage `state`, and hold it in memory. See `Checkpointer.snapshot`."""
-        _check_step(step, "snapshot")
+        check_step(step, "snapshot")
         if self._stager.slots < 2:
             raise ValueError("snapshots need at least two slots, one to hold one while the next is made")
         self._ranks.doing = f"the snapshot of step {step}"
@@ -284,7 +234,11 @@ class Saver:
             times = (staged.times[name] for name in ("wait_s", "stage_s", "stall_s"))
             emit(SnapshotStaged(time.time(), self._ranks.rank, step, nbytes, *times))
 
-    def _prepared(self, state: Any, claims: Saver | None = None) -> PreparedState:
+    def _wait_for_program(self) -> None:
+        """Wait until saves of this program, also of other Checkpointers, are decided: a claim would fence them."""
+        wait_for_program(self._root, time.monotonic() + self._slot_timeout_s / 2, but=self.scheduled)
+
+    def _prepared(self, state: Any, claims: RootClaim | None = None) -> PreparedState:
         """Return the state with its plan, in a session, and make room for it."""
         prepared = self._plans.prepare(state, claims)
         if (session := self._plans.session) is not None:
@@ -317,14 +271,6 @@ class Saver:
             undecided.handle.free_slot()
             undecided.observed.failed(self._ranks.rank, error)
         self._refused(error)
-
-    def interrupt(self) -> None:
-        """Wake a thread that waits for writers, so that it runs Python code again. From any thread."""
-        self._queue.interrupt()
-
-    def stop_writers(self) -> None:
-        """After a fault: kill the writers of this rank, and give up what is not published."""
-        self._queue.recover(0.0)
 
     def _staged(self) -> dict[SaveId, SaveHandle]:
         return {save: each.handle for save, each in list(self._in_flight.items()) if each.handle is not None}
@@ -386,7 +332,7 @@ class Saver:
         if self._listening:
             self._listening = False
             self._queue.stop_listening(self._listen)
-        self._claim_lease.close()
+        self.root_claim.close()
         self._plans.forget()
         if not finishes_within(ending.before_end(ending.left_s / 2), self._leave_root, "ckpt-leave"):
             _log.warning("%s does not answer: other processes learn by a lease that this one has left", self._root.path)
@@ -400,7 +346,7 @@ class Saver:
 
     def _leave_root(self) -> None:
         self._leave_observed()
-        self._release(done=not self._in_flight)
+        self.root_claim.release(self._ranks.rank, done=not self._in_flight)
 
     def _leave_observed(self) -> None:
         """Emit the end of saves that this object will not see."""
@@ -420,18 +366,12 @@ class Saver:
         with contextlib.suppress(CheckpointError):  # then their own wait times out
             self._root.pending_save(save).abandon(Failure.of(error, self._ranks.rank))
 
-    def _release(self, *, done: bool) -> None:
-        """Record in the root that this trainer does not use it any more; nor do its writers, if all is `done`."""
-        if self.token is not None:
-            with contextlib.suppress(CheckpointError):  # then its lease expires
-                self._root.ownership.release(self.token, self._ranks.rank, done=done)
-
     def _decided(self, save: SaveId) -> None:
         self._in_flight.pop(save, None)
         if self._listening and self._ranks.rank == COORDINATOR:
             self._ranks.tell_first(f"decided/{save.name}", "1")
         if self._closed and not self._in_flight:  # of a shared queue, which stays open
-            self._release(done=True)
+            self.root_claim.release(self._ranks.rank, done=True)
 
     def _look_rarely(self) -> bool:
         """Whether the other ranks look so rarely for an outcome that rank 0 tells them when there is one."""
@@ -454,11 +394,6 @@ class Saver:
                 pause_s = max(_NUDGED_S, pause_s)
             self._listen_at = now + pause_s
         return max(_LISTEN_S, self._listen_at - now)
-
-    def _taken_over(self, branch: Branch | None) -> None:
-        """Remember that a save is published which took over what earlier owners left: later ones need not."""
-        if branch is self._branch:
-            self._branch = None
 
     # -- staging -------------------------------------------------------------------------------------------------------
 
@@ -483,7 +418,7 @@ class Saver:
             times=staged.times,
             options=self._options,
             trainer=Process.here(),
-            branch=self._branch,
+            branch=self.root_claim.branch,
             lineage=lineage,
             checksummed=pack_offsets(staged.checksummed),
             replicas=staged.replicas,
@@ -495,14 +430,11 @@ class Saver:
             staged.slot,
             observed,
             on_decided=lambda: self._decided(save),
-            on_differing=lambda report: self._warn_of_replicas(save.step, report),
+            on_differing=lambda report: self._differing.warn(save.step, report.names, mixed=report.mixed),
             on_removed=self._removed,
-            on_begun=self._on_begun,
+            on_begun=lambda at_ns: self.timers.begin(at_ns, self._ranks.rank),
             first_reason=functools.partial(self._first_reason, save),
         )
-
-    def _on_begun(self, at_ns: int) -> CallTimer | None:
-        return self.timers.begin(at_ns, self._ranks.rank)
 
     def _first_reason(self, save: SaveId, reason: Failure) -> Failure:
         """Return why a save is abandoned, the same on all ranks: what the first rank said that knew it."""
@@ -514,22 +446,3 @@ class Saver:
     def _removed(self, report: StepsRemoved) -> None:
         if is_observed():
             emit(Retained(time.time(), self._ranks.rank, report.left, report.removed))
-
-    def _warn_of_replicas(self, step: int, report: ReplicasDiffer) -> None:
-        """Log the names that differ, each once."""
-        new = [name for name in report.names if name not in self._warned]
-        self._warned.update(new)
-        if new:
-            _log.warning(
-                "step %d: ranks have different values of %s; the step holds %s. Put what each rank "
-                "has for itself into ckpt.PerRank",
-                step,
-                "; ".join(new),
-                "parts of the values of each rank" if report.mixed else "those of the lowest rank that has them",
-            )
-
-
-def _check_step(step: int, method: str) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-        what = step if isinstance(step, int) else f"a {type(step).__name__}"  # not the text of a whole state
-        raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {what}: {method}(state, step)")

@@ -25,18 +25,17 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ckpt.async_calls import context
 from ckpt.errors import (
     CheckpointError,
-    CheckpointExistsError,
     FencedError,
-    SaveAbandonedError,
     StorageError,
 )
 from ckpt.ranks.failure import Failure
+from ckpt.saving.giving_up import Fenced, error_for, give_up
 from ckpt.saving.publish import PartFile, publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.saving.removal import Remover
@@ -58,14 +57,14 @@ from ckpt.saving.task import (
 from ckpt.saving.waiting import LookSchedule, OrphanedError, Waiting, look_schedule, ranks_here
 from ckpt.storage.chunk_layout import in_pages
 from ckpt.storage.documents import decode_document
-from ckpt.storage.interface import PartsWatch, Pending
 from ckpt.storage.leases import Lease, Leases
-from ckpt.storage.names import INDEX, REFERENCES, SaveId, pack_file
+from ckpt.storage.names import INDEX, REFERENCES, pack_file
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.pack_writers import FileJob, WrittenFile
+from ckpt.storage.pending import PartsWatch, Pending
 from ckpt.storage.references import references
 from ckpt.storage.roots import open_root
 from inprocess.ipc.deadline import Deadline
@@ -76,14 +75,6 @@ _T = TypeVar("_T")
 _log = logging.getLogger("ckpt")
 _EVERYONE = "all ranks to finish their parts"
 _REASON_S, _REASON_PAUSE_S = 5.0, 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Fenced:
-    """A later job owns the root, and decides about the save. `rank` found that out."""
-
-    rank: int | None
-    message: str
 
 
 def write_share(task: WriteTask, report: Callable[[Report], None] | None = None) -> None:
@@ -441,33 +432,3 @@ class ShareWriter:
 def _references(index: bytes, world_size: int) -> bytes:
     """Return the references of an index, which all saves of a plan have in common."""
     return references(PackIndex.from_document(decode_document(index, INDEX), world_size))
-
-
-# -- giving a save up, in the writer or in the trainer -----------------------------------------------------------------
-
-
-def give_up(pending: Pending, reason: Failure) -> Published | Abandoned | Fenced:
-    """Make sure the save is decided: abandoned for `reason`, unless it was decided before.
-
-    Fenced if another owner is to decide.
-    """
-    try:
-        return pending.abandon(reason)
-    except FencedError as error:
-        return pending.outcome() or Fenced(reason.rank, str(error))
-    except CheckpointError:  # the storage is unusable; the other ranks find that out by themselves
-        return Abandoned(reason)
-
-
-def error_for(save: SaveId, outcome: Abandoned | Fenced) -> CheckpointError:
-    """Return what the trainer raises for a save that is not published."""
-    if isinstance(outcome, Fenced):
-        return FencedError(f"rank {outcome.rank}: {outcome.message}", rank=outcome.rank, step=save.step)
-    reason = outcome.reason
-    where = "" if reason.rank is None else f"rank {reason.rank}: "
-    kind = CheckpointExistsError if reason.error_class is CheckpointExistsError else SaveAbandonedError
-    message = (
-        f"the save of step {save.step} was abandoned on all ranks: {where}{reason.text} "
-        "(training can go on; the next save is not affected)"
-    )
-    return reason.error(message, kind, step=save.step)

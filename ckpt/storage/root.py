@@ -28,10 +28,9 @@ from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FencedE
 from ckpt.storage import directories, files, pins
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.copied_steps import CopiedObjects
-from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
 from ckpt.storage.documents import well_formed
 from ckpt.storage.files import storage_errors
-from ckpt.storage.interface import Aside, DirectoryRoot
+from ckpt.storage.interface import Aside, Root
 from ckpt.storage.links import refuse_link, refuse_links
 from ckpt.storage.moved_steps import MovedStep, find_moved, moved_to, rename_back
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, part_name, step_name
@@ -48,7 +47,8 @@ from ckpt.storage.step_documents import (
     read_json,
     read_part_of_step,
 )
-from ckpt.storage.step_reader import StepReader, has_readers, remove_stale_readers, why_no_step
+from ckpt.storage.step_moves import StepMoves, is_moving
+from ckpt.storage.step_reader import StepReader, remove_stale_readers, why_no_step
 from ckpt.storage.step_source import LocalStep, StepSource
 
 __all__ = [
@@ -64,10 +64,9 @@ __all__ = [
 
 _KEEP_RECORDS_S = 3600.0
 _VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node
-_MOVING = re.compile(r"step_(\d{8,18})-moving-(\d+)-[0-9a-f]+")
 
 
-class CheckpointRoot(DirectoryRoot):
+class CheckpointRoot(Root):
     """A checkpoint root in a directory. See `Root`."""
 
     reuses_files = True
@@ -80,13 +79,16 @@ class CheckpointRoot(DirectoryRoot):
         self.path = path
         self.ownership = Ownership(path)
         self._copied = CopiedObjects(path)
+        self._moves = StepMoves(self)
 
     @property
     def pending_path(self) -> str:
+        """The directory of saves that are neither published nor abandoned."""
         return refuse_link(os.path.join(self.path, ".pending"))
 
     @property
     def abandoned_path(self) -> str:
+        """The directory of abandoned saves and removed steps."""
         return refuse_link(os.path.join(self.path, ".abandoned"))
 
     @property
@@ -278,12 +280,7 @@ class CheckpointRoot(DirectoryRoot):
 
     def move_aside(self, step: int, token: int, why: Aside) -> str | None:
         """See `Root.move_aside`."""
-        self.ownership.check(token)
-        moving = self._moving(step, token)
-        if directories.rename_directory(self.step_path(step), moving) is not Rename.DONE:
-            return None
-        self._check_after(moving, token)
-        return self._to_aside(moving, step, self.superseded_path if why == "superseded" else self.damaged_path)
+        return self._moves.aside(step, token, self.superseded_path if why == "superseded" else self.damaged_path)
 
     def remove_step(self, step: int, token: int | None = None) -> bool:
         """See `Root.remove_step`."""
@@ -294,112 +291,8 @@ class CheckpointRoot(DirectoryRoot):
         return True
 
     def move_step(self, step: int, where: str, token: int | None = None) -> str | None:
-        """Move a published step to directory `where`, if it exists, and return its new path. Deletes nothing.
-
-        None if it is being read or pinned. FencedError, with the step where it was, if `token` is not the owner's.
-        """
-        target = os.path.join(where, f"{step_name(step)}-removed-{token or 0}-{secrets.token_hex(4)}")
-        if token is None:
-            return target if self._rename_step(step, target) else None
-        moving = self._moving(step, token)
-        if not self._rename_step(step, moving):
-            return None
-        self._check_after(moving, token)
-        try:
-            if directories.rename_directory(moving, target) is not Rename.DONE:
-                self.ownership.check(token)  # a later owner has published it again
-                return None if files.exists(self.step_path(step)) else target
-        except StorageError:
-            with contextlib.suppress(StorageError):
-                self._move_back(moving)
-            raise
-        return target
-
-    # A process may be stopped between its look at the token and a rename, while a later owner claims the root and
-    # continues the very step that is renamed then. So it is renamed to a name from which nothing deletes, and the token
-    # is looked at again, before the second rename. Either that look finds the claim of the later owner; or that owner,
-    # who looks for such names after its claim, finds this one, publishes the step again, and the second rename fails.
-
-    def _moving(self, step: int, token: int) -> str:
-        """Return a name for a step that the owner with `token` is about to remove or to move aside."""
-        return os.path.join(self.abandoned_path, f"{step_name(step)}-moving-{token}-{secrets.token_hex(4)}")
-
-    def _check_after(self, moving: str, token: int) -> None:
-        """Raise FencedError, and publish the moved step again, unless `token` is the owner's."""
-        try:
-            self.ownership.check(token)
-        except FencedError:
-            self._move_back(moving)
-            raise
-
-    def _move_back(self, moving: str) -> None:
-        """Publish a step again that an earlier owner has moved; or move it aside if a later owner has left its branch.
-
-        Looks at the branch before and after: a later owner, that moves aside what it finds when it has published its
-        first step, may just publish that.
-        """
-        match = _MOVING.fullmatch(os.path.basename(moving))
-        assert match is not None
-        step, token = int(match[1]), max(int(match[2]), owner_of_step(moving))
-        if not self._is_left(step, token):
-            result = directories.rename_directory(moving, self.step_path(step))
-            if result is Rename.SOURCE_GONE or (result is Rename.DONE and not self._is_left(step, token)):
-                return
-            if result is Rename.DONE:
-                moving = self.step_path(step)
-        self._to_aside(moving, step, self.superseded_path)
-
-    def _is_left(self, step: int, token: int) -> bool:
-        """Return whether an owner after that with `token` has published steps of a branch without this step."""
-        for other in self.steps():
-            intent = intent_of_step(self.step_path(other)) or {}
-            save = parse_save_name(str(intent.get("save")))
-            if save is None or save.owner <= token:
-                continue
-            continues = intent.get("continues")
-            before = parse_save_name(str(continues.get("save"))) if isinstance(continues, dict) else None
-            if other <= step or (before is not None and before.owner <= token and before.step < step):
-                return True
-        return False
-
-    def _rename_step(self, step: int, target: str) -> bool:
-        path = self.step_path(step)
-        try:
-            lock = try_lock_exclusive(path)
-        except StorageError:
-            if not files.exists(path):
-                return True
-            if not os.path.islink(path):
-                raise
-            lock = DirectoryLock(-1)  # a link that leads nowhere
-        if lock is None:
-            return False
-        with lock:
-            if has_readers(self.path, path) or step in pins.pinned_steps(self.path, fresh=True):
-                return False
-            directories.rename_directory(path, target)
-        return True
-
-    def set_aside(self, step: int, where: str) -> str | None:
-        """Move a published step to directory `where`, durably, even if it is being read, and return its new path.
-
-        None if it does not exist. Nothing is removed.
-        """
-        return self._to_aside(self.step_path(step), step, where)
-
-    def _to_aside(self, path: str, step: int, where: str) -> str | None:
-        """Move the directory of a step to `where`, and return its new path; None if it does not exist."""
-        directories.make_directories(self.path, os.path.basename(where))
-        directories.fsync_directory(self.path)
-        name = ""
-        with contextlib.suppress(StorageError):  # a step that cannot be read is moved, too, under its number
-            name = str((intent_of_step(path) or {}).get("save", ""))
-        if parse_save_name(name) is None:
-            name = step_name(step)
-        target = os.path.join(where, name)
-        while (result := directories.rename_directory(path, target)) is Rename.TARGET_EXISTS:
-            target = os.path.join(where, f"{name}-{secrets.token_hex(4)}")
-        return target if result is Rename.DONE else None
+        """See `StepMoves.away`."""
+        return self._moves.away(step, where, token)
 
     def removed(self) -> list[tuple[str, bool]]:
         """See `Root.removed`. Steps that are being moved are left out: they may be published again (`move_step`).
@@ -409,7 +302,7 @@ class CheckpointRoot(DirectoryRoot):
         found = []
         for name in sorted(self._names(self.abandoned_path)):
             path = os.path.join(self.abandoned_path, name)
-            if _MOVING.fullmatch(name) is None:
+            if not is_moving(name):
                 found.append((path, parse_save_name(name) is not None))
         return found
 
@@ -426,9 +319,8 @@ class CheckpointRoot(DirectoryRoot):
         for name in self._names(self.abandoned_path):
             path = os.path.join(self.abandoned_path, name)
             with contextlib.suppress(OSError, StorageError):
-                moving = _MOVING.fullmatch(name)
-                if moving is not None and int(moving[2]) < owner:
-                    self._move_back(path)
+                if is_moving(name, before=owner):
+                    self._moves.back(path)
                 is_old = time.time() - os.lstat(path).st_mtime > _KEEP_RECORDS_S
                 if is_old and parse_save_name(name) is not None:
                     directories.remove_tree(path)

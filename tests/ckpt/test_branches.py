@@ -214,7 +214,7 @@ def test_training_does_not_begin_anew_beside_superseded_steps(tmp_path: Path) ->
     _save_all(tmp_path, (10, 20))
     root = CheckpointRoot(str(tmp_path))
     for step in (10, 20):
-        root.set_aside(step, root.superseded_path)
+        root.move_aside(step, root.ownership.newest(), "superseded")
     with ckpt.Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointNotFoundError, match="restore-branch"):
         checkpointer.restore(_state(0.0))
     assert main(["restore-branch", str(tmp_path), "20"]) == 0
@@ -349,7 +349,7 @@ def test_history_is_true_though_the_restored_step_was_moved_aside(tmp_path: Path
     root = CheckpointRoot(str(tmp_path))
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore(_state(0.0)) == 20
-        root.set_aside(20, root.superseded_path)
+        root.move_aside(20, root.ownership.newest(), "superseded")
         checkpointer.save(_state(30.0), 30)
     with ckpt.open(tmp_path, 30) as opened:
         assert opened.summary["continues"] == {"step": 20, "save": save}

@@ -11,8 +11,9 @@ import time
 from dataclasses import dataclass
 
 from ckpt.ranks.failure import Failure
-from ckpt.storage.interface import DirectoryRoot, Root
+from ckpt.storage.interface import Root
 from ckpt.storage.recycled import recycled_path
+from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_source import LocalStep, StepSource
 
 from .output import Exit, Output, duration, plural, size
@@ -94,7 +95,7 @@ def _items(root: Root, stale_after_s: float) -> list[_Item]:
 
 def _recycled_items(root: Root) -> list[_Item]:
     """The recycled files of removed steps. A job that goes on creates new files instead."""
-    if not isinstance(root, DirectoryRoot):
+    if not isinstance(root, CheckpointRoot):
         return []
     items = []
     folder = recycled_path(root)
@@ -120,7 +121,7 @@ def _age_s(changed_s: float) -> float:
 def _holds_data(root: Root, source: StepSource) -> bool:
     """Whether there is more than the reason of an abandoned save; in a directory, that is beside its subdirectories."""
     sizes, _ = source.scan()
-    return any(nbytes and ("/" in name or not isinstance(root, DirectoryRoot)) for name, nbytes in sizes.items())
+    return any(nbytes and ("/" in name or not isinstance(root, CheckpointRoot)) for name, nbytes in sizes.items())
 
 
 def _pending_item(root: Root, save: UnpublishedSave, stale_after_s: float) -> _Item:

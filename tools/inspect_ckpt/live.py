@@ -18,10 +18,11 @@ from types import MappingProxyType
 
 from ckpt.errors import CheckpointError
 from ckpt.storage.documents import ILL_FORMED, decode_document
-from ckpt.storage.interface import PartsWatch, Root
+from ckpt.storage.interface import Root
 from ckpt.storage.names import INDEX, SaveId, pack_file
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.pack_index import PackIndex
+from ckpt.storage.pending import PartsWatch
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.roots import open_root

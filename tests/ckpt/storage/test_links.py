@@ -74,8 +74,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
             save(checkpointer, step)
         kept(checkpointer)
     own = CheckpointRoot(str(root))
-    own.set_aside(4, own.superseded_path)
-    own.set_aside(5, own.damaged_path)
+    own.move_aside(4, own.ownership.newest(), "superseded")
+    own.move_aside(5, own.ownership.newest(), "damaged")
     own.move_step(1, own.abandoned_path, own.ownership.newest())
     with opened(root) as checkpointer:
         save(checkpointer, 6)

@@ -273,7 +273,7 @@ def test_a_step_that_comes_back_late_is_of_the_branch_that_was_left(tmp_path: Pa
             source = os.path.basename(call.args[0]) if call.name == "renameat2" else ""
             if source == "step_00000010" and not moved:
                 moved = True
-                later._parts.saver.own()  # claims the root, and has not looked at it yet
+                later._parts.saver.root_claim.own()  # claims the root, and has not looked at it yet
                 assert later.restore(state_of(-1.0), 5) == 5
                 perform(*call.args)
                 save(later, 6)
