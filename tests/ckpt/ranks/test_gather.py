@@ -1,6 +1,7 @@
 """Collectives through a store, for ranks that have no process group yet."""
 
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
 from ckpt.ranks.collectives import StoreRanks
+from ckpt.ranks.rounds import Round
 
 
 @pytest.fixture
@@ -92,6 +94,9 @@ def test_a_rank_that_is_interrupted_takes_the_others_out_at_once(store: Any) -> 
     def act(ranks: StoreRanks) -> Any:
         if ranks.rank == 1:
             ranks._store = Interrupted()
+            deadline = time.monotonic() + 20
+            while Round(store, "0", 3).arrived != 2 and time.monotonic() < deadline:  # the others wait
+                time.sleep(0.01)
         with pytest.raises(KeyboardInterrupt if ranks.rank == 1 else CheckpointTimeoutError) as caught:
             ranks(b"")
         return str(caught.value)
