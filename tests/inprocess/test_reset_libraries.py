@@ -18,6 +18,7 @@ import torch.distributed as dist
 from inprocess import CallWrapper, Wrapper, process_state
 from tests.inprocess.restarting import PATIENT, logged
 from tests.support import rank_values, run_ranks
+from tests.support.frameworks import MEGATRON
 
 
 def _needs(library: str) -> None:
@@ -153,5 +154,5 @@ def test_megatron_is_initialized_again() -> None:
 
         return train()
 
-    results = run_ranks(main, 2, init_process_group=False, returncodes={1: 1})
+    results = run_ranks(main, 2, init_process_group=False, returncodes={1: 1}, imports=MEGATRON)
     assert results[0].value == [(2, 2, 4), (1, 1, 8)]

@@ -3,7 +3,7 @@
 __all__ = ["LIGHTNING", "MEGATRON", "TORCHDATA", "TORCHTITAN", "TORCHTITAN_ON_CPU", "TRANSFORMERS"]
 
 LIGHTNING = ("lightning.pytorch", "tests.ckpt.integrations.programs.lightning_jobs")
-MEGATRON = ("megatron.core.dist_checkpointing.strategies.torch",)
+MEGATRON = ("megatron.core.dist_checkpointing.strategies.torch", "megatron.core.num_microbatches_calculator")
 TORCHDATA = ("torchdata.nodes", "torchdata.stateful_dataloader")
 TORCHTITAN = ("tests.ckpt.integrations.programs.torchtitan_job",)
 TORCHTITAN_ON_CPU = ("tests.ckpt.integrations.programs.torchtitan_trainer",)

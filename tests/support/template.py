@@ -155,7 +155,7 @@ class GrownTemplate(RankTemplate):
             listener.bind(str(path))
             listener.listen(1)
             listener.settimeout(60)
-            self._pid = template.ask(Grow(str(path), modules))
+            self._pid: int = template.ask(Grow(str(path), modules))
             self._end, _ = listener.accept()
 
     @property
