@@ -12,8 +12,8 @@ INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 # With `frameworks` too, the integrations are tested with all frameworks; without, with those that are there.
 EXTRAS ?= test,tools
-# So many tests at a time. Most of them wait for processes more than they compute.
-TEST_JOBS ?= 2
+# So many tests at a time. Most of them wait for processes more than they compute: three for two cores.
+TEST_JOBS ?= $(shell cores=$$(nproc); jobs=$$((cores + (cores + 1) / 2)); echo $$((jobs > 8 ? 8 : jobs)))
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 # Object stores that only tests use. Without npm, or if it fails, their tests are skipped.
 SERVERS := build/servers
@@ -22,13 +22,19 @@ SERVERS := build/servers
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := test
-.PHONY: test lint pytest test-faults demo demo-operations bench bench-full docs wheel test-oldest clean
+.PHONY: test lint ruff mypy pytest test-faults demo demo-operations bench bench-full docs wheel test-oldest clean
 
-test: lint pytest
+# mypy takes half a minute, so it runs beside the tests; if it fails, they go on, and the exit status says so.
+test: ruff
+	$(MAKE) --no-print-directory --keep-going --jobs=2 mypy pytest
 
-lint: $(INSTALLED)
+lint: ruff mypy
+
+ruff: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: $(INSTALLED)
 	$(BIN)/mypy
 
 pytest: $(INSTALLED) $(SERVERS)/.installed

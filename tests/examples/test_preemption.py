@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +30,8 @@ def _running(code: str, folder: Path, *arguments: str) -> Iterator[RankGroup]:
     """One process that starts two ranks, which begin to train."""
     starter = folder / "starter.py"
     starter.write_text(code)
-    with launch_ranks(starter, 1, *arguments, env={"PYTHON_EXEC": quick_python()}, init_process_group=False) as group:
+    options = {"env": {"PYTHON_EXEC": quick_python()}, "init_process_group": False, "imports": ()}
+    with launch_ranks(starter, 1, *arguments, **options) as group:
         for rank in range(2):
             group.wait_for_output(0, rf"rank {rank} begins after step \d+", timeout=60)
         yield group
@@ -85,8 +85,9 @@ def test_ckpt_launcher_passes_sigterm_on_and_succeeds(policy: str, tmp_path: Pat
 @pytest.mark.skipif(missing_for_slurm() is not None, reason=str(missing_for_slurm()))
 def test_slurm_requeues_the_batch_script_until_it_is_done(tmp_path: Path) -> None:
     variables = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join([str(Path(quick_python()).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(REPOSITORY),
+        "PYTHON_EXEC": quick_python(),
         "RANKS_PER_NODE": "2",
         "PORT": str(free_port()),
     }

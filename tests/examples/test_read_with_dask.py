@@ -7,13 +7,14 @@ import numpy as np
 import torch
 
 from ckpt import Checkpointer, Staging
-from examples.read_with_dask import open_tensor
 from tests.support.template import quick_python
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "read_with_dask.py"
 
 
 def test_one_tensor(tmp_path: Path) -> None:
+    from examples.read_with_dask import open_tensor
+
     weight = torch.arange(24_000).reshape(240, 100)
     with Checkpointer(tmp_path, staging=Staging(file_bytes=40_000)) as checkpointer:
         checkpointer.save({"model": {"weight": weight, "half": weight.bfloat16()}}, 1)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.examples.pages import assert_page_shows
 from tests.support import run_ranks
+from tests.support.frameworks import TORCHDATA
 
 pytest.importorskip("torchdata")
 pytestmark = pytest.mark.timeout(240)  # it starts Python with torch several times
@@ -16,7 +17,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "with_torchdata.py"
 
 def weights(root: Path, *more: str, first: int, died: bool = False) -> list[str]:
     codes = {0: -signal.SIGKILL, 1: -signal.SIGKILL} if died else None
-    results = run_ranks(SCRIPT, 2, f"--root={root}", *more, init_process_group=False, timeout=100, returncodes=codes)
+    options = {"init_process_group": False, "timeout": 100, "returncodes": codes, "imports": TORCHDATA}
+    results = run_ranks(SCRIPT, 2, f"--root={root}", *more, **options)
     lines = [result.stdout.strip() for result in results]
     assert died or all(line.startswith(f"rank {rank} from step {first}: ") for rank, line in enumerate(lines))
     return [line.partition("weights ")[2].partition(",")[0] for line in lines]

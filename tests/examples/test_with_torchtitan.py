@@ -9,6 +9,7 @@ import ckpt
 from tests.ckpt.integrations.programs import torchtitan_on_cpu
 from tests.examples.pages import assert_page_shows
 from tests.support import run_ranks
+from tests.support.frameworks import TORCHTITAN_ON_CPU
 
 pytest.importorskip("torchtitan.components.checkpointer", exc_type=ImportError)
 
@@ -25,9 +26,10 @@ def options(folder: Path, module: str, config: str) -> list[str]:
 def test_it_goes_on_after_a_kill_like_a_run_without(tmp_path: Path) -> None:
     example = options(tmp_path / "killed", "examples.with_torchtitan", "debugmodel")
     whole = options(tmp_path / "whole", torchtitan_on_cpu.__name__, "with_override")
-    run_ranks(SCRIPT, 2, "3", *example, timeout=120, returncodes={0: -9, 1: -9}, survivors_timeout=30)
-    rank = run_ranks(SCRIPT, 2, "0", *example, timeout=120)[0]
-    run_ranks(SCRIPT, 2, "0", *whole, timeout=120)
+    how = {"timeout": 120, "imports": TORCHTITAN_ON_CPU}
+    run_ranks(SCRIPT, 2, "3", *example, **how, returncodes={0: -9, 1: -9}, survivors_timeout=30)
+    rank = run_ranks(SCRIPT, 2, "0", *example, **how)[0]
+    run_ranks(SCRIPT, 2, "0", *whole, **how)
 
     said = rank.stdout + rank.stderr
     assert f"Loaded step 2 from {tmp_path}/killed/checkpoint" in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from inprocess.state import State
 from tests.support import free_port
 from tests.support.ranks import REPOSITORY
 from tests.support.slurm import missing_for_slurm, run_slurm
+from tests.support.template import quick_python
 
 PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "FLUX_")
 
@@ -142,7 +142,7 @@ def test_tasks_of_srun_are_one_job_and_a_batch_script_is_alone(tmp_path: Path) -
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     batch = tmp_path / "batch.sh"
-    batch.write_text(f"#!/bin/bash\nsrun -n 2 {sys.executable} {program}\necho alone\n{sys.executable} {program}\n")
+    batch.write_text(f"#!/bin/bash\nsrun -n 2 {quick_python()} {program}\necho alone\n{quick_python()} {program}\n")
     env = {"PYTHONPATH": str(REPOSITORY), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with run_slurm(tmp_path / "slurm") as slurm:
         job = slurm.run("sbatch", "--parsable", "-n2", f"-o{tmp_path}/out", str(batch), env=env).strip()

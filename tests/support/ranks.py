@@ -33,7 +33,7 @@ import psutil
 
 from ckpt.async_calls.call import CodePickler
 from tests.support.selection import FULL
-from tests.support.template import REPOSITORY, ForkedRank, rank_template
+from tests.support.template import REPOSITORY, ForkedRank, grown_template
 
 MARKER = "TEST_RANKS_ID"
 _POLL_S = 0.01
@@ -81,6 +81,7 @@ class RankGroup:
         args: Sequence[Any],
         env: Mapping[str, str],
         init_process_group: bool,
+        imports: Sequence[str] | None = None,
     ) -> None:
         self.world_size = world_size
         self._folder = folder
@@ -103,13 +104,14 @@ class RankGroup:
             "TEST_RANKS_INIT": "1" if init_process_group else "",
             **env,
         }
+        template = grown_template(*imports or ())
         try:
             for rank in range(world_size):
                 environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 if not isinstance(target, Path):
-                    self._processes.append(rank_template().fork(folder, environment))
-                elif target.parent == _EXAMPLES and not FULL:
-                    self._processes.append(rank_template().fork(folder, environment, [target, *args]))
+                    self._processes.append(template.fork(folder, environment))
+                elif (target.parent == _EXAMPLES or imports is not None) and not FULL:
+                    self._processes.append(template.fork(folder, environment, [target, *args]))
                 else:  # of tests that are about the interpreter and its end, too
                     self._processes.append(self._start_script(rank, target, args, environment))
         except BaseException:
@@ -267,15 +269,19 @@ def launch_ranks(
     *args: Any,
     env: Mapping[str, str] | None = None,
     init_process_group: bool = True,
+    imports: Sequence[str] | None = None,
 ) -> Iterator[RankGroup]:
     """Start one process per rank and hand out the running group; on leaving, everything that still runs is killed.
 
     `target` is a function, called as `target(rank, world_size, *args)` inside an initialized gloo process group unless
     `init_process_group=False`, or the path of a script, started with `args` and the variables that torchrun sets. A
     function at the top of a test module is imported in the rank; a local function or lambda travels by value.
+
+    `imports` are modules that take long to import, as those of a framework: the ranks are forked from a process that
+    has them. A script of the examples, or with `imports`, if only (), is forked, too; others get a fresh interpreter.
     """
     with tempfile.TemporaryDirectory(prefix="test_ranks_") as folder:
-        group = RankGroup(target, world_size, Path(folder), args, env or {}, init_process_group)
+        group = RankGroup(target, world_size, Path(folder), args, env or {}, init_process_group, imports)
         try:
             yield group
         finally:
@@ -291,13 +297,15 @@ def run_ranks(
     init_process_group: bool = True,
     returncodes: Mapping[int, int | None] | None = None,
     survivors_timeout: float | None = 10.0,
+    imports: Sequence[str] | None = None,
 ) -> list[RankResult]:
     """`launch_ranks`, wait for all ranks, and check that nothing they started outlives them by `survivors_timeout`.
 
     None there means no check. Raises `RanksFailed` with the output of all ranks when a rank does not end in time with
     its code in `returncodes` (default 0).
     """
-    with launch_ranks(target, world_size, *args, env=env, init_process_group=init_process_group) as group:
+    options: dict[str, Any] = {"env": env, "init_process_group": init_process_group, "imports": imports}
+    with launch_ranks(target, world_size, *args, **options) as group:
         results = group.wait(timeout, returncodes)
         if survivors_timeout is not None:
             group.wait_for_no_survivors(survivors_timeout)

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,14 @@ class Fork:
     folder: str
     environment: dict[str, str]
     script: tuple[str, ...] = ()  # its path and arguments
+
+
+@dataclass(frozen=True)
+class Grow:
+    """Fork a template that imports these modules, too, and connects to the socket; the answer is its pid."""
+
+    path: str
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ class RankTemplate:
         """A rank with exactly this environment. Standard output and error go to files in the folder."""
         return ForkedRank(self, self.ask(Fork(str(folder), dict(environment), tuple(map(str, script)))))
 
-    def ask(self, request: Fork | Reap) -> Any:
+    def ask(self, request: Fork | Grow | Reap) -> Any:
         self._end.send(cloudpickle.dumps(request))
         answer = self._end.recv(MAX_BYTES)
         assert answer, "the process that forks ranks has ended"
@@ -135,6 +144,33 @@ class RankTemplate:
             # Isolated and without `site`: it starts in ten milliseconds, and imports nothing from the current folder.
             file.write_text(f"#!{sys.executable} -IS\n{program}")
             file.chmod(0o755)
+
+
+class GrownTemplate(RankTemplate):
+    """A fork of the template that has imported more modules, those of a framework. It ends with this process."""
+
+    def __init__(self, template: RankTemplate, modules: tuple[str, ...]) -> None:
+        path = template.commands / f"grown_{uuid.uuid4().hex[:8]}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(path))
+            listener.listen(1)
+            listener.settimeout(60)
+            self._pid: int = template.ask(Grow(str(path), modules))
+            self._end, _ = listener.accept()
+
+    @property
+    def pid(self) -> int:
+        """The process that forks."""
+        return self._pid
+
+    def close(self) -> None:
+        self._end.close()
+
+
+@functools.cache
+def grown_template(*modules: str) -> RankTemplate:
+    """The one of this process that has these modules. The first rank waits until they are imported."""
+    return GrownTemplate(rank_template(), modules) if modules else rank_template()
 
 
 @functools.cache

@@ -8,12 +8,14 @@ It has one thread, and never runs an operation of torch, so that its children ca
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import selectors
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -21,18 +23,18 @@ from typing import NoReturn
 import cloudpickle
 
 from tests.support.programs import end_after, run_program, use_environment
-from tests.support.template import MAX_BYTES, Fork
+from tests.support.template import MAX_BYTES, Fork, Grow
 
 
 class _Template:
     """The sockets of the template, and the programs that run."""
 
-    def __init__(self, end: socket.socket, listener: socket.socket) -> None:
+    def __init__(self, end: socket.socket, listener: socket.socket | None) -> None:
         self._end = end
-        self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._listen(end, self._answer)
-        self._listen(listener, self._accept)
+        if listener is not None:
+            self._listen(listener, lambda: self._accept(listener))
 
     def serve(self) -> None:
         """Do what is asked for until the tests have ended."""
@@ -53,12 +55,14 @@ class _Template:
         request = cloudpickle.loads(packet)
         if isinstance(request, Fork):
             answer = self._fork(lambda: _run_rank(request))
+        elif isinstance(request, Grow):
+            answer = self._fork(lambda: _grow(request))
         else:
             answer = os.waitstatus_to_exitcode(os.waitpid(request.pid, 0)[1])
         self._end.send(cloudpickle.dumps(answer))
 
-    def _accept(self) -> None:
-        connection = self._listener.accept()[0]
+    def _accept(self, listener: socket.socket) -> None:
+        connection = listener.accept()[0]
         self._listen(connection, lambda: self._start(connection))
 
     def _start(self, connection: socket.socket) -> None:
@@ -123,6 +127,7 @@ def _import_what_ranks_need() -> None:
     import pytest
     import tensorstore
     import torch._dynamo  # by the first optimizer
+    import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.run
     import torch.distributed.tensor
@@ -137,6 +142,26 @@ def _import_what_ranks_need() -> None:
     for name in ckpt.__all__:
         with contextlib.suppress(ImportError):
             getattr(ckpt, name)
+
+
+def _grow(request: Grow) -> None:
+    """Be a template that has more modules. Those that are not installed, its programs will miss, too."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end.connect(request.path)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read once, by an import; no test asks the hub
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in request.modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    _serve(_Template(end, None))
+
+
+def _serve(template: _Template) -> NoReturn:
+    gc.collect()
+    gc.freeze()  # a collection in a child would otherwise look at, and so copy, every object of torch
+    template.serve()
+    os._exit(0)
 
 
 def _run_command(order: dict[str, object], fds: list[int]) -> None:
@@ -179,11 +204,7 @@ def _run_rank(request: Fork) -> None:
 def main() -> NoReturn:
     end, listener = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     _import_what_ranks_need()
-    # A collection in a child would otherwise look at, and so copy, every object of torch.
-    gc.collect()
-    gc.freeze()
-    _Template(end, listener).serve()
-    os._exit(0)
+    _serve(_Template(end, listener))
 
 
 if __name__ == "__main__":

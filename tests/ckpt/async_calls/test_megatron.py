@@ -20,6 +20,7 @@ from ckpt import AsyncCallsQueue, AsyncRequest, CheckpointError, WriterError
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate
 from tests.support import LeakCheck, run_ranks
+from tests.support.frameworks import MEGATRON
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -220,6 +221,6 @@ def test_sharded_save_of_megatron(tmp_path: Path) -> None:
     """It answers through a queue of a manager, a server process of the trainer that wants to see a key."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
-    for result in run_ranks(_megatron_saves, 2, tmp_path, timeout=100):
+    for result in run_ranks(_megatron_saves, 2, tmp_path, timeout=100, imports=MEGATRON):
         rank = result.rank
         assert result.value == [[[10.0 + rank], [10.0], 10], [[20.0 + rank], [20.0], 20]]

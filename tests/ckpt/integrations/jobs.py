@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import run_ranks
+from tests.support.frameworks import TRANSFORMERS
 
 PROGRAMS = Path(__file__).with_name("programs")
 KILLED = -9
@@ -53,8 +54,8 @@ def run_program(program: str, folder: Path, jobs: list[Job], timeout: float) -> 
             ]
         )
     )
-    env = {"HF_HUB_OFFLINE": "1"}
-    (result,) = run_ranks(PROGRAMS / program, 1, plan, timeout=timeout, env=env, init_process_group=False)
+    options = {"timeout": timeout, "init_process_group": False, "imports": TRANSFORMERS}
+    (result,) = run_ranks(PROGRAMS / program, 1, plan, **options)
     print(result.stderr)
     return {job.name: Ended(json.loads(Path(f"{plan}.{job.name}").read_text()), _lines(folder, job)) for job in jobs}
 

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
 import ckpt
 from tests.ckpt.integrations.jobs import KILLED, Ended, Job, assert_continued, run_program
 from tests.support.loads import stopped_until_a_load_waits
+from tests.support.selection import needs
+
+needs("accelerate", "transformers", "peft")
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all jobs
 

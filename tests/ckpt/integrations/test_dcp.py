@@ -591,7 +591,7 @@ def _save_sharded_at(rank: int, world_size: int, root: str, step: int) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_async_save(kind: str, tmp_path: Path) -> None:
-    run_ranks(PROGRAMS / "dcp_async.py", 2, str(tmp_path), kind, timeout=150)
+    run_ranks(PROGRAMS / "dcp_async.py", 2, str(tmp_path), kind, timeout=150, imports=())
     for step in (1, 2):
         found = {"w": torch.zeros(6), "n": 0}
         dcp.load(found, checkpoint_id=tmp_path / f"step_{step}", storage_reader=Reader())

@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.support import RankResult, run_ranks
-from tests.support.selection import full_only
+from tests.support.frameworks import LIGHTNING
+from tests.support.selection import full_only, needs
 
-pytest.importorskip("lightning")
+needs("lightning")
 
-from tests.ckpt.integrations.programs import lightning_jobs as jobs
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Imports Lightning for these tests, and not in every process that collects them."""
+    global jobs
+    from tests.ckpt.integrations.programs import lightning_jobs as jobs
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,8 @@ def run_jobs(
 ) -> list[RankResult]:
     codes = {} if kill is None else {kill[0]: -9, 1 - kill[0]: None}
     arguments = (strategy, folder, ckpt_path, kill)
-    return run_ranks(jobs.train, 2, *arguments, init_process_group=False, timeout=90, returncodes=codes)
+    options = {"init_process_group": False, "timeout": 90, "imports": LIGHTNING}
+    return run_ranks(jobs.train, 2, *arguments, returncodes=codes, **options)
 
 
 @pytest.mark.timeout(300)
@@ -72,7 +79,7 @@ def test_a_restart_in_the_same_processes_continues_from_the_last_step(
     strategy: str, tmp_path: Path, whole_runs: Callable[[str], str]
 ) -> None:
     program = Path(jobs.__file__).with_name("lightning_restart.py")
-    results = run_ranks(program, 2, strategy, tmp_path, init_process_group=False, timeout=150)
+    results = run_ranks(program, 2, strategy, tmp_path, init_process_group=False, timeout=150, imports=LIGHTNING)
     for result in results:
         lines = [line for line in result.stdout.splitlines() if line.startswith(("iteration", "weights"))]
         assert lines == [

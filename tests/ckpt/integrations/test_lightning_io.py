@@ -20,10 +20,16 @@ from tests.ckpt.crash.killers import wait_until
 from tests.ckpt.storage.small_saves import SCENARIOS
 from tests.support import LeakCheck
 from tests.support.loads import newest_writer, stopped_until_a_load_waits
+from tests.support.selection import needs
 
-pytest.importorskip("lightning")
+needs("lightning")
 
-from ckpt.integrations.lightning import CkptIO, load_from_checkpoint, read_checkpoint
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Imports Lightning for these tests, and not in every process that collects them."""
+    global CkptIO, load_from_checkpoint, read_checkpoint
+    from ckpt.integrations.lightning import CkptIO, load_from_checkpoint, read_checkpoint
 
 
 class Color(enum.Enum):

@@ -13,6 +13,7 @@ import torch
 
 import ckpt
 from tests.support import run_ranks
+from tests.support.frameworks import TORCHDATA
 
 pytest.importorskip("torchdata")
 
@@ -128,10 +129,10 @@ def train(
     ],
 )
 def test_a_new_process_goes_on_with_the_next_batch(kind: str, workers: int, save_at: int, tmp_path: Path) -> None:
-    whole = run_ranks(train, 2, str(tmp_path / "whole"), kind, workers, save_at, None)
+    whole = run_ranks(train, 2, str(tmp_path / "whole"), kind, workers, save_at, None, imports=TORCHDATA)
     died = {0: -signal.SIGKILL, 1: -signal.SIGKILL}
-    run_ranks(train, 2, str(tmp_path / "run"), kind, workers, save_at, save_at + 2, returncodes=died)
-    resumed = run_ranks(train, 2, str(tmp_path / "run"), kind, workers, None, None)
+    run_ranks(train, 2, str(tmp_path / "run"), kind, workers, save_at, save_at + 2, returncodes=died, imports=TORCHDATA)
+    resumed = run_ranks(train, 2, str(tmp_path / "run"), kind, workers, None, None, imports=TORCHDATA)
     for one, other in zip(whole, resumed, strict=True):
         assert len(one.value) == STEPS
         assert other.value == one.value[save_at:]
@@ -139,8 +140,8 @@ def test_a_new_process_goes_on_with_the_next_batch(kind: str, workers: int, save
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_on_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
-    whole = run_ranks(train, before, str(tmp_path), "map", 0, 5, None)
-    resumed = run_ranks(train, after, str(tmp_path), "map", 0, None, None)
+    whole = run_ranks(train, before, str(tmp_path), "map", 0, 5, None, imports=TORCHDATA)
+    resumed = run_ranks(train, after, str(tmp_path), "map", 0, None, None, imports=TORCHDATA)
     assert resumed[0].value == whole[0].value[5:]
     if after > before:
         numbers = [number for batch, _ in resumed[1].value[: SAMPLES // BATCH] for number in batch]
@@ -161,7 +162,7 @@ def save_while_only_rank_0_reads(rank: int, world_size: int, root: str) -> list[
 
 
 def test_ranks_need_not_read_at_the_same_time(tmp_path: Path) -> None:
-    results = run_ranks(save_while_only_rank_0_reads, 2, str(tmp_path))
+    results = run_ranks(save_while_only_rank_0_reads, 2, str(tmp_path), imports=TORCHDATA)
     assert [result.value[0] for result in results] == [SAMPLES // BATCH - 2, SAMPLES // BATCH]
 
 

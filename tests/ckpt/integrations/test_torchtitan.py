@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import ckpt
 from tests.support import run_ranks
+from tests.support.frameworks import TORCHTITAN
 
 pytest.importorskip("torchtitan.components.checkpointer", exc_type=ImportError)
 
@@ -30,7 +31,7 @@ pytestmark = [
 
 
 def _values(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
-    return [result.value for result in run_ranks(function, world_size, *args, timeout=120)]
+    return [result.value for result in run_ranks(function, world_size, *args, timeout=120, imports=TORCHTITAN)]
 
 
 def _assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -65,7 +66,7 @@ def _resumed(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_resumed_job_continues_like_one_that_was_not_stopped(tmp_path: Path) -> None:
-    run_ranks(_resumed, 2, str(tmp_path), timeout=120)
+    run_ranks(_resumed, 2, str(tmp_path), timeout=120, imports=TORCHTITAN)
     with ckpt.open(tmp_path / "checkpoint") as step:
         assert {name.split("/")[0] for name in (*step, *step.values_by_name)} == {
             "model",
@@ -119,7 +120,7 @@ def _chosen(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_steps_and_states_are_chosen(tmp_path: Path) -> None:
-    run_ranks(_chosen, 2, str(tmp_path), timeout=120)
+    run_ranks(_chosen, 2, str(tmp_path), timeout=120, imports=TORCHTITAN)
     assert sorted(path.name for path in (tmp_path / "checkpoint" / ".superseded").iterdir()) != []
 
 
@@ -141,7 +142,7 @@ def _save_and_load(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_what_was_just_saved_is_loaded(tmp_path: Path) -> None:
-    run_ranks(_save_and_load, 2, str(tmp_path), timeout=120)
+    run_ranks(_save_and_load, 2, str(tmp_path), timeout=120, imports=TORCHTITAN)
     assert not (tmp_path / "checkpoint" / ".superseded").exists()
 
 
@@ -169,7 +170,7 @@ def _in_background(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_saves_run_in_the_background(tmp_path: Path) -> None:
-    run_ranks(_in_background, 2, str(tmp_path), timeout=120)
+    run_ranks(_in_background, 2, str(tmp_path), timeout=120, imports=TORCHTITAN)
     with ckpt.open(tmp_path / "checkpoint", 5) as step:
         assert "lr_scheduler/last_epoch" in step.values_by_name, "the writers have finished it"
 
@@ -264,7 +265,7 @@ def _initial(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_initial_load(tmp_path: Path) -> None:
-    run_ranks(_initial, 2, str(tmp_path), timeout=120)
+    run_ranks(_initial, 2, str(tmp_path), timeout=120, imports=TORCHTITAN)
 
 
 def _initial_hf(rank: int, world_size: int, folder: str, hub: str) -> list[float]:
@@ -319,7 +320,16 @@ def _go_on(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, Any]
 def test_a_kill_during_a_save(tmp_path: Path, staged: bool) -> None:
     """A step that only one rank has staged is not there after a kill; what both have staged is."""
     codes = {0: -9, 1: -9} if staged else {0: None, 1: -9}
-    run_ranks(_train_and_die, 2, str(tmp_path), staged, timeout=120, returncodes=codes, survivors_timeout=30)
+    run_ranks(
+        _train_and_die,
+        2,
+        str(tmp_path),
+        staged,
+        timeout=120,
+        imports=TORCHTITAN,
+        returncodes=codes,
+        survivors_timeout=30,
+    )
     for begin, content in _values(_go_on, str(tmp_path)):
         assert begin == (4 if staged else 2)
         assert content["train_state"] == 6
@@ -338,7 +348,7 @@ def _own_loader(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_other_data_loaders(tmp_path: Path) -> None:
-    run_ranks(_own_loader, 2, str(tmp_path), timeout=120)
+    run_ranks(_own_loader, 2, str(tmp_path), timeout=120, imports=TORCHTITAN)
     with ckpt.open(tmp_path / "checkpoint") as step:
         own = [step.values_by_name[f"dataloader/rank@rank{rank}"][0] for rank in range(2)]
     assert [state["buffers"]["tokens"] for state in own] == [[0, 0], [1, 1]]
@@ -359,7 +369,7 @@ def _other_degree(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_another_data_parallel_degree(tmp_path: Path) -> None:
-    run_ranks(_other_degree, 2, str(tmp_path), timeout=120)
+    run_ranks(_other_degree, 2, str(tmp_path), timeout=120, imports=TORCHTITAN)
 
 
 def test_what_is_not_supported_is_refused() -> None:

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-pytest.importorskip("peft")
-
 import ckpt
 from tests.ckpt.integrations.jobs import KILLED, Ended, Job, assert_continued, run_program
+from tests.support.selection import needs
+
+needs("transformers", "accelerate", "peft")
 
 pytestmark = pytest.mark.timeout(300)  # the first test of each fixture waits for its jobs
 

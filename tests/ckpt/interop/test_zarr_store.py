@@ -11,11 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import dask.array
 import numpy as np
 import pytest
 import torch
-import xarray
 import zarr
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
@@ -111,6 +109,9 @@ def test_boxes_and_meshes_of_many_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["plain", "zstd"])
 def test_xarray_and_dask(saved: Saved, step: str) -> None:
+    import dask.array
+    import xarray
+
     many = states.many_dtypes()
     with ckpt.zarr_store(saved.steps[step]) as store:
         dataset = xarray.open_zarr(store, group="matrix", chunks=None, consolidated=False)

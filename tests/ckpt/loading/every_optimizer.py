@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["OPTIMIZERS", "Make"]
+__all__ = ["PACKAGES", "Make", "optimizers_of"]
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 """Makes the optimizer of a model."""
 
-_PACKAGES = (
+PACKAGES = (
     "torch.optim",
     "pytorch_optimizer",
     "schedulefree",
@@ -42,20 +42,18 @@ _WRAPPERS = {"Lookahead", "TRAC", "OrthoGrad", "ScheduleFreeWrapper"}
 _SAMS = {"SAM", "LookSAM", "FriendlySAM"}
 
 
-def _optimizers() -> Iterator[tuple[str, Make]]:
-    for package in _PACKAGES:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                module = importlib.import_module(package)
-        except ImportError:
-            continue
-        for name in dir(module):
-            kind = getattr(module, name)
-            is_one = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-            if not is_one or name in _ABSTRACT | _NOT_ONE_PROCESS | _FUSED_WITH_BACKWARD | _SPARSE | _CUDA | _BROKEN:
-                continue
-            yield f"{package}.{name}", _make_of(package, name, kind)
+def optimizers_of(package: str) -> dict[str, Make]:
+    """Return the optimizers by name; ImportError if the package is not installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module(package)
+    left_out = _ABSTRACT | _NOT_ONE_PROCESS | _FUSED_WITH_BACKWARD | _SPARSE | _CUDA | _BROKEN
+    found = {}
+    for name in dir(module):
+        kind = getattr(module, name)
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in left_out:
+            found[f"{package}.{name}"] = _make_of(package, name, kind)
+    return found
 
 
 def _make_of(package: str, name: str, kind: Any) -> Make:
@@ -94,7 +92,3 @@ def _make_of(package: str, name: str, kind: Any) -> Make:
         return kind(made, **options)
 
     return make
-
-
-OPTIMIZERS: dict[str, Make] = dict(_optimizers())
-"""By package and class."""

@@ -6,6 +6,7 @@ Of the packages, those that are installed: see the extra `optimizers`.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import warnings
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ import torch
 
 import ckpt
 from ckpt import AsyncCallsQueue, Checkpointer, StateError
-from tests.ckpt.loading.every_optimizer import OPTIMIZERS, Make
+from tests.ckpt.loading.every_optimizer import PACKAGES, Make, optimizers_of
 from tests.ckpt.loading.optimizer_training import model_of, same, train
-from tests.support.selection import full_only
+from tests.support.selection import FULL
 
 _KEYS, _OBJECTS = r"optimizer/.*: keys must be str or int.* str\(key\)", r"optimizer/state/0/.* cannot be stored"
 REFUSED = {
@@ -70,17 +71,36 @@ def _load(state: dict[str, Any], state_dicts: dict[str, Any]) -> None:
         item.load_state_dict(state_dicts[key])
 
 
-def _selected() -> Iterator[Any]:
+def _selected(package: str) -> dict[str, Make]:
     """Return all optimizers; of the large package, only some without TESTS=full."""
-    for number, name in enumerate(OPTIMIZERS):
-        is_one_of_many = name.startswith("pytorch_optimizer.") and name not in set(REFUSED) | TRANSPOSED
-        yield pytest.param(name, marks=full_only if is_one_of_many and number % 4 else ())
+    optimizers = optimizers_of(package)
+    if FULL or package != "pytorch_optimizer":
+        return optimizers
+    return {
+        name: make
+        for number, (name, make) in enumerate(optimizers.items())
+        if name in set(REFUSED) | TRANSPOSED or number % 4 == 0
+    }
 
 
-@pytest.mark.parametrize("name", list(_selected()))
-def test_an_optimizer_is_restored_as_torch_loads_it(queue: AsyncCallsQueue, tmp_path: Path, name: str) -> None:
-    make = OPTIMIZERS[name]
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+@pytest.mark.timeout(400 if FULL else 200)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_optimizers_are_restored_as_torch_loads_them(queue: AsyncCallsQueue, tmp_path: Path, package: str) -> None:
+    """One test for a package, which only this test imports: not every process that collects it."""
+    pytest.importorskip(package, exc_type=ImportError)
+    failed: list[BaseException] = []
+    for name, make in _selected(package).items():
+        try:
+            _assert_restored_as_torch_loads_it(queue, tmp_path / name, name, make)
+        except (Exception, pytest.fail.Exception) as error:
+            error.add_note(name)
+            failed.append(error)
+    if failed:
+        raise BaseExceptionGroup(f"{len(failed)} optimizers of {package}", failed)
+
+
+def _assert_restored_as_torch_loads_it(queue: AsyncCallsQueue, root: Path, name: str, make: Make) -> None:
+    with Checkpointer(root, queue=queue) as checkpointer:
         for saved, others in (0, (2,)), (2, (0, 3)):
             state = _trained(make, 1, range(saved))
             if name in REFUSED and (saved or name.endswith("Lookahead")):
@@ -93,7 +113,7 @@ def test_an_optimizer_is_restored_as_torch_loads_it(queue: AsyncCallsQueue, tmp_
             for steps in others:
                 ours, theirs = (_trained(make, 2, range(100, 100 + steps)) for _ in range(2))
                 if name in TRANSPOSED and not steps:
-                    _load(theirs, ckpt.load(tmp_path, saved))
+                    _load(theirs, ckpt.load(root, saved))
                 else:
                     file.seek(0)
                     _load(theirs, torch.load(file, weights_only=False))
@@ -109,7 +129,6 @@ def test_an_optimizer_is_restored_as_torch_loads_it(queue: AsyncCallsQueue, tmp_
 
 
 def test_the_packages_are_those_of_the_extra() -> None:
-    found = {name.rpartition(".")[0] for name in OPTIMIZERS}
-    assert "torch.optim" in found
-    assert len([name for name in OPTIMIZERS if name.startswith("torch.optim.")]) >= 14
-    assert set(REFUSED) | TRANSPOSED <= set(OPTIMIZERS) or "pytorch_optimizer" not in found
+    assert len(optimizers_of("torch.optim")) >= 14
+    if importlib.util.find_spec("pytorch_optimizer") is not None:
+        assert set(REFUSED) | TRANSPOSED <= set(optimizers_of("pytorch_optimizer"))

@@ -9,6 +9,7 @@ import torch
 import ckpt
 from ckpt.storage.roots import open_root
 from tests.support import run_ranks
+from tests.support.frameworks import LIGHTNING, TORCHTITAN, TRANSFORMERS
 from tests.support.object_server import Bucket
 
 pytestmark = [
@@ -39,7 +40,7 @@ def _torchtitan(rank: int, world_size: int, url: str, local: str) -> None:
 
 def test_torchtitan(bucket: Bucket, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan.components.checkpointer", exc_type=ImportError)
-    run_ranks(_torchtitan, 2, bucket.url, str(tmp_path), env=bucket.env, timeout=120)
+    run_ranks(_torchtitan, 2, bucket.url, str(tmp_path), env=bucket.env, timeout=120, imports=TORCHTITAN)
     assert ckpt.load(f"{bucket.url}/checkpoint")["train_state"] == {"step": 3}
 
 
@@ -98,7 +99,7 @@ def _accelerate(rank: int, world_size: int, url: str) -> None:
 
 def test_accelerate(bucket: Bucket) -> None:
     pytest.importorskip("accelerate")
-    run_ranks(_accelerate, 1, bucket.url, env=bucket.env, timeout=120)
+    run_ranks(_accelerate, 1, bucket.url, env=bucket.env, timeout=120, imports=TRANSFORMERS)
 
 
 def _transformers(rank: int, world_size: int, url: str, folder: str) -> None:
@@ -137,8 +138,7 @@ def _transformers(rank: int, world_size: int, url: str, folder: str) -> None:
 def test_transformers(bucket: Bucket, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("transformers")
-    env = {**bucket.env, "HF_HUB_OFFLINE": "1"}
-    run_ranks(_transformers, 1, bucket.url, str(tmp_path), env=env, timeout=140)
+    run_ranks(_transformers, 1, bucket.url, str(tmp_path), env=bucket.env, timeout=140, imports=TRANSFORMERS)
     with ckpt.open(f"{bucket.url}/2") as checkpoint:
         assert checkpoint.summary["step"] == 6
 
@@ -162,9 +162,8 @@ def test_lightning(bucket: Bucket, world_size: int) -> None:
 
     def run(folder: str, ckpt_path: str | None = None, kill: Any = None) -> Any:
         ended = dict.fromkeys(range(world_size)) if kill else None
-        ranks = run_ranks(
-            _lightning, world_size, f"{bucket.url}/{folder}", ckpt_path, kill, env=env, timeout=140, returncodes=ended
-        )
+        options = {"env": env, "timeout": 140, "returncodes": ended, "imports": LIGHTNING}
+        ranks = run_ranks(_lightning, world_size, f"{bucket.url}/{folder}", ckpt_path, kill, **options)
         return ranks[0].value
 
     whole, epochs = run("whole")

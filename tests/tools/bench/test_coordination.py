@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from inprocess.coordination import Access, RestartIndex, StoreServer
 from inprocess.coordination.wire import Op
+from tests.support.template import quick_python
 from tools.bench.__main__ import main
 from tools.bench.simulated_client import SimulatedClient
 from tools.bench.simulated_ranks import SimulatedRank
@@ -45,7 +45,7 @@ print(json.dumps(asked[begun[0]:begun[1]]))
 def test_a_small_run(tmp_path: Path) -> None:
     document = tmp_path / "result.json"
     small = ["--ranks", "4", "--restarts", "1", "--idle", "0.2", "--json", str(document)]
-    command = [sys.executable, "-m", "tools.bench", "coordination", *small]
+    command = [quick_python(), "-m", "tools.bench", "coordination", *small]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=55)
     assert result.returncode == 0, result.stderr
     (measured,) = json.loads(document.read_text())["results"]
@@ -77,7 +77,7 @@ def _kinds(asked: list[tuple[str, list[str]]]) -> Counter[str]:
 
 def test_the_simulation_sends_the_requests_of_a_rank() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", _RECORDED], cwd=REPOSITORY, capture_output=True, text=True, timeout=55
+        [quick_python(), "-c", _RECORDED], cwd=REPOSITORY, capture_output=True, text=True, timeout=55
     )
     assert result.returncode == 0, result.stderr
     real = _kinds(json.loads(result.stdout.splitlines()[-1]))

@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.template import quick_python
 from tools.bench.__main__ import main
 from tools.bench.harness import percentile
 from tools.bench.restart import FAULTS
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def test_a_small_run(tmp_path: Path) -> None:
     document = tmp_path / "result.json"
     small = ["--ranks", "2", "--restarts", "1", "--soft-timeout", "1.1", "--idle", "0.5"]
-    command = [sys.executable, "-m", "tools.bench", "restart", *small, "--json", str(document)]
+    command = [quick_python(), "-m", "tools.bench", "restart", *small, "--json", str(document)]
     # In a process of its own: it forks, which pytest's process is not made for.
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -2,8 +2,9 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.template import quick_python
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -12,7 +13,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     document = tmp_path / "result.json"
     small = ["--pairs", "200", "--hangs", "2", "--seconds", "0.3", "--ranks", "2", "--json", str(document)]
     # In a process of its own: it forks, which pytest's process is not made for.
-    command = [sys.executable, "-m", "tools.bench", "sections", *small]
+    command = [quick_python(), "-m", "tools.bench", "sections", *small]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=55)
     assert result.returncode == 0, result.stderr
     rows = {row["title"]: row["values"] for row in json.loads(document.read_text())["rows"]}
