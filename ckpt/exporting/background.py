@@ -23,8 +23,9 @@ from ckpt.exporting.options import ExportOptions
 from ckpt.formats.files import remove_left
 from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.observing import emit, is_observed, shortened
-from ckpt.storage.interface import HeldStep, Root
+from ckpt.storage.interface import Root
 from ckpt.storage.roots import own_directory
+from ckpt.storage.step_source import HeldStep
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.packets import PacketError

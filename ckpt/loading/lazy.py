@@ -19,9 +19,10 @@ from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import stored
-from ckpt.storage.interface import HeldStep, Root
+from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
+from ckpt.storage.step_source import HeldStep
 from inprocess.ipc.uncopied import Uncopied
 
 if TYPE_CHECKING:

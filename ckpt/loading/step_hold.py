@@ -6,9 +6,9 @@ from typing import Protocol
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError
 from ckpt.ranks.group import Alone, Group
-from ckpt.storage.interface import HeldStep, Root
+from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodeLocalStep, NodePacks
-from ckpt.storage.step_source import StepSource
+from ckpt.storage.step_source import HeldStep, StepSource
 
 __all__ = ["HeldSource", "StepHold"]
 

@@ -27,12 +27,12 @@ from ckpt.native import crc32c
 from ckpt.storage.chunk_codec import READ_BYTES
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, well_formed
 from ckpt.storage.files import storage_errors
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import INDEX, REFERENCES, pack_file, parse_save_name, part_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.node_packs import NodeLocalStep
 from ckpt.storage.outcomes import Abandoned, Published
-from ckpt.storage.pending import PartsWatch, Pending
+from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_source import StepSource

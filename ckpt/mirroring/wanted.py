@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from ckpt.errors import CheckpointError
 from ckpt.mirroring.messages import Due
-from ckpt.storage.interface import HeldStep
 from ckpt.storage.names import SaveId
+from ckpt.storage.step_source import HeldStep
 
 __all__ = ["Wanted"]
 

@@ -30,10 +30,9 @@ from ckpt.errors import CheckpointError, StorageError
 from ckpt.ranks.failure import Failure
 from ckpt.ranks.rounds import named
 from ckpt.saving.publish import publish
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.outcomes import Abandoned, SaveOutcome
-from ckpt.storage.pending import Pending
 
 __all__ = ["InFlight", "drain", "refuse_others", "settle"]
 

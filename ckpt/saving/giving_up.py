@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ckpt.errors import CheckpointError, CheckpointExistsError, FencedError, SaveAbandonedError
 from ckpt.ranks.failure import Failure
+from ckpt.storage.interface import Pending
 from ckpt.storage.names import SaveId
 from ckpt.storage.outcomes import Abandoned, Published
-from ckpt.storage.pending import Pending
 
 __all__ = ["Fenced", "error_for", "give_up"]
 

@@ -20,10 +20,10 @@ from ckpt.paths import Path
 from ckpt.saving.replicas import Warn, check_replicas
 from ckpt.storage.array_metadata import root_document
 from ckpt.storage.documents import decode_document, encode_document, encode_root, well_formed
+from ckpt.storage.interface import Pending
 from ckpt.storage.names import INDEX, part_name
 from ckpt.storage.outcomes import Abandoned, Published
 from ckpt.storage.pack_index import PackIndex
-from ckpt.storage.pending import Pending
 
 __all__ = ["PartFile", "merged", "publish"]
 

@@ -23,11 +23,10 @@ from ckpt.arguments import duration
 from ckpt.async_calls import AsyncCallsQueue
 from ckpt.errors import CheckpointCorruptError
 from ckpt.saving.handle import SaveHandle
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.ownership import OwnerState
-from ckpt.storage.pending import Pending
 from ckpt.storage.roots import open_root
 from inprocess.ipc.forks import Origin
 

@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterable, Iterator
 from ckpt.async_calls.context import WriterContext
 from ckpt.errors import CheckpointTimeoutError, StorageError
 from ckpt.saving.task import COORDINATOR, WriteTask
+from ckpt.storage.interface import Pending
 from ckpt.storage.leases import EXPIRY_S, HostWatch, Leases
 from ckpt.storage.node_lock import NodeLock
-from ckpt.storage.pending import Pending
 from inprocess.ipc.suspension import Suspension, starts_again
 
 __all__ = ["LookSchedule", "OrphanedError", "Waiting", "look_schedule", "ranks_here"]

@@ -57,6 +57,7 @@ from ckpt.saving.task import (
 from ckpt.saving.waiting import LookSchedule, OrphanedError, Waiting, look_schedule, ranks_here
 from ckpt.storage.chunk_layout import in_pages
 from ckpt.storage.documents import decode_document
+from ckpt.storage.interface import Pending
 from ckpt.storage.leases import Lease, Leases
 from ckpt.storage.names import INDEX, REFERENCES, pack_file
 from ckpt.storage.node_lock import NodeLock
@@ -64,7 +65,7 @@ from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.pack_writers import FileJob, WrittenFile
-from ckpt.storage.pending import PartsWatch, Pending
+from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.references import references
 from ckpt.storage.roots import open_root
 from inprocess.ipc.deadline import Deadline

@@ -11,27 +11,26 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.native import crc32c
 from ckpt.ranks.failure import Failure
 from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
+from ckpt.storage.directory_root import DirectoryRoot
 from ckpt.storage.documents import decode_document, encode_document, well_formed
 from ckpt.storage.files import storage_errors
+from ckpt.storage.interface import NO_LINEAGE, Pending
 from ckpt.storage.links import refuse_link
 from ckpt.storage.names import SaveId, part_name, part_rank, parts_directory
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, SaveOutcome, unknown_reason
 from ckpt.storage.pack_writers import PackWriter
-from ckpt.storage.pending import NO_LINEAGE, PartsWatch, Pending
+from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.recycled import take_recycled
 from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent, read_bytes, read_json
 from ckpt.storage.step_source import LocalStep
 from inprocess.ipc.deadline import Deadline
-
-if TYPE_CHECKING:
-    from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["Abandoned", "NotDurableError", "PartsWatch", "PendingSave", "Published", "SaveOutcome"]
 
@@ -43,9 +42,9 @@ _RECORD_GRACE_S = 1.0  # to wait for the reason of an abandoned save
 class PendingSave(Pending):
     """A save in a directory. See `Pending`."""
 
-    root: CheckpointRoot
+    root: DirectoryRoot
 
-    def __init__(self, root: CheckpointRoot, save: SaveId, token: int | None = None) -> None:
+    def __init__(self, root: DirectoryRoot, save: SaveId, token: int | None = None) -> None:
         self.root = root
         self.save = save
         self.path = os.path.join(root.pending_path, save.name)

@@ -34,14 +34,14 @@ from ckpt.errors import (
 from ckpt.storage import directories, files
 from ckpt.storage.documents import encode_document
 from ckpt.storage.files import storage_errors
-from ckpt.storage.interface import HeldStep, Root
+from ckpt.storage.interface import Root
 from ckpt.storage.links import refuse_link
 from ckpt.storage.names import SaveId, pack_rank, parse_save_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_documents import read_json
-from ckpt.storage.step_source import LocalStep, OpenFile, StepSource
+from ckpt.storage.step_source import HeldStep, LocalStep, OpenFile, StepSource
 
 __all__ = ["NodeLocalStep", "NodePacks"]
 

@@ -19,28 +19,25 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ckpt.errors import StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.directories import Rename
+from ckpt.storage.directory_root import DirectoryRoot
 from ckpt.storage.files import storage_errors
+from ckpt.storage.interface import Pending
 from ckpt.storage.links import refuse_link
-from ckpt.storage.pending import Pending
 from ckpt.storage.step_documents import intent_of_step
-
-if TYPE_CHECKING:
-    from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["discard_recycled", "recycle_step", "recycled_path", "take_recycled"]
 
 
-def recycled_path(root: CheckpointRoot) -> str:
+def recycled_path(root: DirectoryRoot) -> str:
     """Return the directory of recycled steps. StorageError if it is a symbolic link."""
     return refuse_link(os.path.join(root.path, ".retired"))
 
 
-def recycle_step(root: CheckpointRoot, step: int, plan: str, token: int | None = None) -> bool:
+def recycle_step(root: DirectoryRoot, step: int, plan: str, token: int | None = None) -> bool:
     """Remove a published step and keep its files for a save with the digest `plan`; False if the step is being read.
 
     They are to be deleted instead if others are kept already, or if the step has another plan or links for directories.
@@ -63,7 +60,7 @@ def recycle_step(root: CheckpointRoot, step: int, plan: str, token: int | None =
     return True
 
 
-def take_recycled(pending: Pending, root: CheckpointRoot, plan: str, names: Iterable[str]) -> None:
+def take_recycled(pending: Pending, root: DirectoryRoot, plan: str, names: Iterable[str]) -> None:
     """Give the recycled files with these names to a save, by a rank that is about to write them. Others are made new.
 
     Never a link, nor a file with a second name: what is linked elsewhere must not change; nor one that cannot be moved.
@@ -78,7 +75,7 @@ def take_recycled(pending: Pending, root: CheckpointRoot, plan: str, names: Iter
             files.take(source, name, pending.path)
 
 
-def discard_recycled(root: CheckpointRoot, keep: str | None = None) -> list[str]:
+def discard_recycled(root: DirectoryRoot, keep: str | None = None) -> list[str]:
     """Let no save take recycled files any more, but those of the plan `keep`, and return the directories to delete.
 
     One that cannot be renamed stays where it is, and is tried again with the next save.
@@ -91,7 +88,7 @@ def discard_recycled(root: CheckpointRoot, keep: str | None = None) -> list[str]
     return [path for path in moved if path is not None]
 
 
-def _discard(root: CheckpointRoot, path: str) -> str | None:
+def _discard(root: DirectoryRoot, path: str) -> str | None:
     """Give a directory a name that no save takes, and return it; None if it is not there any more."""
     target = os.path.join(root.abandoned_path, f"{os.path.basename(path)}-retired-{secrets.token_hex(4)}")
     return target if directories.rename_directory(path, target) is Rename.DONE else None

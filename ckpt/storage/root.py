@@ -28,9 +28,10 @@ from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FencedE
 from ckpt.storage import directories, files, pins
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.copied_steps import CopiedObjects
+from ckpt.storage.directory_root import DirectoryRoot
 from ckpt.storage.documents import well_formed
 from ckpt.storage.files import storage_errors
-from ckpt.storage.interface import Aside, Root
+from ckpt.storage.interface import Aside
 from ckpt.storage.links import refuse_link, refuse_links
 from ckpt.storage.moved_steps import MovedStep, find_moved, moved_to, rename_back
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, part_name, step_name
@@ -66,7 +67,7 @@ _KEEP_RECORDS_S = 3600.0
 _VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node
 
 
-class CheckpointRoot(Root):
+class CheckpointRoot(DirectoryRoot):
     """A checkpoint root in a directory. See `Root`."""
 
     reuses_files = True

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt.errors import StorageError
 from ckpt.storage import directories, files
+from ckpt.storage.files import storage_errors
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import absolute, is_object_url
 from ckpt.storage.stores.interface import Store
@@ -71,13 +72,17 @@ class SmallFiles:
         """Return whether there is something of this name: a file, a directory, a symbolic link."""
         if (store := self._store()) is not None:
             return store.about(name) is not None
-        return os.path.lexists(self._file(name))
+        return files.exists(self._file(name))
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted; in a directory also of what else is there."""
         if (store := self._store()) is not None:
             return sorted(each.key for each in store.names("")[1])
-        return sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
+        with storage_errors("list", self.path):
+            try:
+                return sorted(os.listdir(self.path))
+            except FileNotFoundError:
+                return []
 
     def _file(self, name: str) -> str:
         return os.path.join(self.path, name)

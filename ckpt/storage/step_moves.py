@@ -12,17 +12,14 @@ import contextlib
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING
 
 from ckpt.errors import FencedError, StorageError
 from ckpt.storage import directories, files, pins
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
+from ckpt.storage.directory_root import DirectoryRoot
 from ckpt.storage.names import parse_save_name, step_name
 from ckpt.storage.step_documents import intent_of_step, owner_of_step
 from ckpt.storage.step_reader import has_readers
-
-if TYPE_CHECKING:
-    from ckpt.storage.root import CheckpointRoot
 
 __all__ = ["StepMoves", "is_moving"]
 
@@ -38,7 +35,7 @@ def is_moving(name: str, before: int | None = None) -> bool:
 class StepMoves:
     """Renames the published steps of one root. Any thread."""
 
-    def __init__(self, root: CheckpointRoot) -> None:
+    def __init__(self, root: DirectoryRoot) -> None:
         self._root = root
 
     def aside(self, step: int, token: int, where: str) -> str | None:

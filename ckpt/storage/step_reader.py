@@ -19,11 +19,10 @@ from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, Storage
 from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, lock_shared
 from ckpt.storage.documents import decode_document
-from ckpt.storage.interface import HeldStep
 from ckpt.storage.leases import RENEW_S, is_fresh, keep_renewing
 from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
-from ckpt.storage.step_source import LocalStep
+from ckpt.storage.step_source import HeldStep, LocalStep
 from inprocess.ipc.process import Process
 from inprocess.ipc.uncopied import Uncopied
 

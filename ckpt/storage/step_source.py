@@ -9,7 +9,8 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ckpt.storage.files import exists, is_directory, storage_errors
 from ckpt.storage.names import PUBLISHED_STEP
 from ckpt.storage.regular_files import open_regular, read_regular
 
-__all__ = ["LocalStep", "OpenFile", "StepSource", "step_source"]
+__all__ = ["HeldStep", "LocalStep", "OpenFile", "StepSource", "step_source"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -188,3 +189,38 @@ class _LocalFile(OpenFile):
 def step_source(step: str | StepSource) -> StepSource:
     """Return the source itself, or that of a directory."""
     return LocalStep(step) if isinstance(step, str) else step
+
+
+class HeldStep(ABC):
+    """Holds a published step while it is read. A context manager."""
+
+    path: str
+    source: StepSource
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise CheckpointNotFoundError unless the step is still the one that was opened.
+
+        If it returns, all data read before is of that step.
+        """
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Renew the lease if that is due; does nothing most times."""
+
+    @property
+    @abstractmethod
+    def still_there(self) -> bool:
+        """Whether the step is still the one that was opened."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the step. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

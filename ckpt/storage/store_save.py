@@ -10,12 +10,11 @@ from ckpt.errors import CheckpointCorruptError, CheckpointError, FencedError, St
 from ckpt.native import crc32c
 from ckpt.ranks.failure import Failure
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, encode_document
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import NO_LINEAGE, Pending, Root
 from ckpt.storage.names import SaveId, pack_file, part_name, part_rank, parts_directory
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, SaveOutcome
 from ckpt.storage.pack_writers import PackWriter
-from ckpt.storage.pending import NO_LINEAGE, Pending
 from ckpt.storage.records import Record, Records
 from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent
 from ckpt.storage.store_step import StoreStep

@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable
 
 from ckpt.errors import CheckpointNotFoundError, StorageError
-from ckpt.storage.interface import HeldStep
 from ckpt.storage.leases import keep_renewing
 from ckpt.storage.ranged_file import RangedFile
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
-from ckpt.storage.step_source import OpenFile, StepSource
+from ckpt.storage.step_source import HeldStep, OpenFile, StepSource
 from ckpt.storage.store_owner import STORE_EXPIRY_S, STORE_RENEW_S
 from ckpt.storage.stores.interface import Store
 from inprocess.ipc.process import Process

@@ -22,7 +22,7 @@ from ckpt.storage.interface import Root
 from ckpt.storage.names import INDEX, SaveId, pack_file
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.pack_index import PackIndex
-from ckpt.storage.pending import PartsWatch
+from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.roots import open_root

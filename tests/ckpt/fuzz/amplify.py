@@ -32,11 +32,10 @@ from ckpt.mirroring.step_copy import StepCopy, Throttle
 from ckpt.native import crc32c
 from ckpt.ranks.failure import Failure
 from ckpt.storage.documents import canonical_json
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.pending import Pending
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_source import LocalStep
 from ckpt.storage.store_root import StoreRoot

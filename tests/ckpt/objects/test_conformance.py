@@ -16,12 +16,11 @@ from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedEr
 from ckpt.native import crc32c
 from ckpt.ranks.failure import Failure
 from ckpt.storage.documents import encode_document
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.ownership import OwnerState
-from ckpt.storage.pending import Pending
 from ckpt.storage.records import Records
 from ckpt.storage.roots import open_root
 from ckpt.storage.stores.opening import open_store

@@ -17,9 +17,9 @@ from ckpt.errors import CheckpointError, FencedError, StorageError
 from ckpt.saving.publish import publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.storage.documents import encode_document
+from ckpt.storage.interface import Pending
 from ckpt.storage.names import INDEX, REFERENCES, SaveId
 from ckpt.storage.outcomes import Abandoned, Published
-from ckpt.storage.pending import Pending
 from ckpt.storage.store_root import StoreRoot
 from ckpt.storage.stores.interface import About, Store
 from ckpt.storage.stores.memory import MemoryStore
