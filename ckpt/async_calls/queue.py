@@ -340,7 +340,12 @@ class AsyncCallsQueue(CallRunner):
     def _drop(self, index: int, alone: bool) -> CheckpointError:
         """Remove a call that failed here or on another rank; return the error to raise."""
         call = next((each for each in self._pending if each.index == index), None)
-        failures = [] if alone else self._settled_calls.exchange(None if call is None else call.own_failure())
+        try:
+            failures = [] if alone else self._settled_calls.exchange(None if call is None else call.own_failure())
+        except CheckpointError as error:  # another rank did not come
+            if call is not None and call.error is not None:
+                error.add_note(f"background call {index} has failed on this rank: {call.error}")
+            raise
         if call is None:  # this rank has finalized it before, alone
             return failed_elsewhere(f"background call {index}", failures)
         if not alone:

@@ -25,7 +25,7 @@ class SmallFiles:
 
     Each is written as a whole or not at all, durably; there is no agreement with saves, nor among processes. Choose
     names that no step has: not ``step_...``, nor with a dot in front. For any thread. Every method raises StorageError
-    if the storage fails.
+    if the storage fails, and ValueError for a name that leads out of the directory.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -41,7 +41,7 @@ class SmallFiles:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"{name} has {len(data)} bytes; small files have at most {_MAX_BYTES}")
         if (store := self._store()) is not None:
-            store.put(name, data)
+            store.put(_checked(name), data)
             return
         directories.make_with_parents(self.path)
         files.write_durable(self._file(name), data)
@@ -49,7 +49,7 @@ class SmallFiles:
     def read(self, name: str) -> bytes | None:
         """Return the content of a file; None if there is none. ValueError for more than 1 MiB."""
         if (store := self._store()) is not None:
-            return store.get(name, _MAX_BYTES)
+            return store.get(_checked(name), _MAX_BYTES)
         try:
             with open(self._file(name), "rb") as file:
                 data = file.read(_MAX_BYTES + 1)
@@ -64,14 +64,14 @@ class SmallFiles:
     def remove(self, name: str) -> None:
         """Remove a file, if it exists; a symbolic link, not what it leads to."""
         if (store := self._store()) is not None:
-            store.delete([name])
+            store.delete([_checked(name)])
         else:
             files.remove(self._file(name))
 
     def exists(self, name: str) -> bool:
         """Return whether there is something of this name: a file, a directory, a symbolic link."""
         if (store := self._store()) is not None:
-            return store.about(name) is not None
+            return store.about(_checked(name)) is not None
         return files.exists(self._file(name))
 
     def names(self) -> list[str]:
@@ -85,8 +85,14 @@ class SmallFiles:
                 return []
 
     def _file(self, name: str) -> str:
-        return os.path.join(self.path, name)
+        return os.path.join(self.path, _checked(name))
 
     def _store(self) -> Store | None:
         """Return the object store; None for a directory."""
         return open_store(self.path, self._options) if is_object_url(self.path) else None
+
+
+def _checked(name: str) -> str:
+    if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(f"{name!r} is no name of a small file: it must lead to a file in the directory")
+    return name

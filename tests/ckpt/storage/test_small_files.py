@@ -45,3 +45,13 @@ def test_what_is_no_small_file(tmp_path: Path) -> None:
     assert files.names() == ["folder", "large"]
     with pytest.raises(ckpt.StorageError, match="http://"):
         ckpt.SmallFiles("http://server/root")
+
+
+@pytest.mark.parametrize("place", _PLACES)
+@pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "a//b", "", "."])
+def test_a_name_that_leads_out_of_the_directory_is_refused(tmp_path: Path, place: str, name: str) -> None:
+    files = ckpt.SmallFiles(_PLACES[place](tmp_path))
+    uses = (files.read, files.exists, files.remove, lambda each: files.write(each, b""))
+    for use in uses:
+        with pytest.raises(ValueError, match="no name of a small file"):
+            use(name)
