@@ -155,7 +155,10 @@ def test_each_restart_of_a_job_is_one_line(tmp_path: Path) -> None:
 
 def test_a_rank_that_holds_the_interpreter_is_killed_and_its_stacks_are_kept(tmp_path: Path) -> None:
     def main(rank: int, world_size: int) -> Any:
-        limits = {**SHORT, **seconds(soft_timeout=2.5, hard_timeout=3.5, termination_grace_time=0.1)}
+        limits = {
+            **SHORT,
+            **seconds(soft_timeout=2.5, hard_timeout=3.5, termination_grace_time=0.1, last_call_wait=30.0),
+        }
 
         @Wrapper(monitor_process_logfile=tmp_path / "rank_{rank}.log", **limits)
         def train(call: CallWrapper | None = None) -> Any:

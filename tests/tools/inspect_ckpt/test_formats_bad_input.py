@@ -130,7 +130,7 @@ def test_an_object_in_dcp_that_runs_code(run: Commands, mark: Path, tmp_path: Pa
     assert "left out" in run.out
     assert not mark.exists()
     shown = run.json("show", tmp_path / "root")
-    assert "bad" not in json.dumps(shown)
+    assert not [name for name in ("tensors", "values", "summary") if "bad" in json.dumps(shown[name])]
 
 
 def test_a_chunk_in_dcp_that_runs_code(run: Commands, directory: Path, mark: Path, tmp_path: Path) -> None:
