@@ -150,7 +150,7 @@ class Writer:
             process.channel.end_sending()
             if not self._calls and not self._receive(process) and not process.ready:
                 process.kill()
-                self._keeper.give_up_start()
+                self._keeper.give_up_start(process.worker_id)
                 process.refresh()
                 if process.pidfd is None:
                     ending = Deadline(0.0)  # it was never forked
@@ -256,7 +256,8 @@ class Writer:
         if limit_s is None or now - self._alive_at < limit_s:
             return None
         if not process.ready:
-            self._keeper.kill()  # it may hang: the next process is forked by another one
+            if process.pidfd is None:
+                self._keeper.kill()  # it may hang: the next process is forked by another one
             return f"did not start within {limit_s:g} s"
         return f"made no progress for {limit_s:g} s and was killed"
 

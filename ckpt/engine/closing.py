@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from types import TracebackType
 
 from ckpt.engine.parts import Parts
@@ -17,6 +18,7 @@ from inprocess.ipc.threads import finishes_within
 __all__ = ["Closing"]
 
 _LEAVING_S = 5.0  # to leave the root and end processes, when nothing is waited for; an eighth of `timeout` at most
+_KEEPER_S = 20.0  # it has nothing left to do, but may only be starting
 _log = logging.getLogger("ckpt")
 
 
@@ -52,21 +54,15 @@ class Closing:
         self._closed = True
         parts, ending = self._parts, Deadline(self._timeout_s)
         waiting = ending.before_end(self._leaving_s)
-        end_keeper: Callable[[], None] = functools.partial(parts.keeper.close, ending)
-        try:
-            self._finalize_all(waiting, finalized)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C waits for nothing: the writers finish by themselves
-                end_keeper = parts.keeper.release
-            raise
-        finally:
-            parts.saver.close(ending)
-            if parts.exports is not None:
-                parts.exports.close(waiting)
+        with contextlib.ExitStack() as ends:  # all are done, whatever one of them raises; the last one first
+            ends.callback(self._release_exports, ending)
+            ends.push(functools.partial(self._end_keeper, ending))
             if parts.mirror is not None:
-                parts.mirror.close(waiting)
-            end_keeper()
-            self._release_exports(ending)
+                ends.callback(parts.mirror.close, waiting)
+            if parts.exports is not None:
+                ends.callback(parts.exports.close, waiting)
+            ends.callback(parts.saver.close, ending)
+            self._finalize_all(waiting, finalized)
         if parts.reuses_files and parts.saver.last_rank == 0:
             finishes_within(ending, self._delete_recycled, "ckpt-delete-recycled")
 
@@ -76,16 +72,30 @@ class Closing:
             return
         self._closed = True
         parts = self._parts
-        if self._owns_queue:
-            parts.queue.__exit__(kind, error, trace)
         ending = Deadline(self._leaving_s)
-        parts.saver.close(ending, linger=True)
-        if parts.exports is not None:
-            parts.exports.abort()
-        if parts.mirror is not None:
-            parts.mirror.abort()
-        parts.keeper.release()
-        self._release_exports(ending)
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._release_exports, ending)
+            ends.callback(parts.keeper.release)
+            if parts.mirror is not None:
+                ends.callback(parts.mirror.abort)
+            if parts.exports is not None:
+                ends.callback(parts.exports.abort)
+            ends.callback(parts.saver.close, ending, linger=True)
+            if self._owns_queue:
+                parts.queue.__exit__(kind, error, trace)
+
+    def _end_keeper(
+        self,
+        ending: Deadline,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the keeper, when all that it has forked is ended or given up."""
+        if error is None or isinstance(error, Exception):
+            self._parts.keeper.close(ending.within(_KEEPER_S))
+        else:  # Ctrl-C waits for nothing: the writers finish by themselves
+            self._parts.keeper.release()
 
     @property
     def _owns_queue(self) -> bool:

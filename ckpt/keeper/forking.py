@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import gc
 import importlib
@@ -27,6 +28,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -54,6 +56,8 @@ _WITH_MEMORY = "replicas"  # the program with a `WorkerMemory`, of which one wor
 
 _PREIMPORT = ("numpy", "cloudpickle", "psutil")
 _PR_SET_NAME = 15
+_LEFT = (errno.ECONNABORTED, errno.EINTR, errno.EPERM)  # a taker has left again
+_ACCEPT_PAUSE_S = 0.2
 _RELEASED = 3  # the status of a child to whom a taker has said that the memory can be given up
 
 
@@ -88,6 +92,7 @@ class _KeeperProcess:
         self._hears_trainer = True  # the channel is open
         self._trainer_lives = True
         self._children: dict[int, _Child] = {}  # by pidfd
+        self._accept_at = 0.0
 
     def serve(self) -> _Worker | None:
         """Fork workers and keep memory until neither is needed any more.
@@ -114,13 +119,17 @@ class _KeeperProcess:
             poll.register(self._control, self._control.poll_events)
         if self._trainer_lives:
             poll.register(self._trainer, select.POLLIN)
+        left_ms, pause_ms = self._memory.left_ms, int(1000 * (self._accept_at - time.monotonic())) + 1
         if (listener := self._memory.listener) is not None:
-            poll.register(listener, select.POLLIN)
+            if pause_ms <= 0:
+                poll.register(listener, select.POLLIN)
+            else:
+                left_ms = pause_ms if left_ms is None else min(left_ms, pause_ms)
         if (link := self._left.link) is not None:
             poll.register(link, select.POLLIN)
         for pidfd in self._children:
             poll.register(pidfd, select.POLLIN)
-        return {fd for fd, _ in poll.poll(self._memory.left_ms)}  # each death and each message is an event
+        return {fd for fd, _ in poll.poll(left_ms)}  # each death and each message is an event
 
     # -- the trainer ---------------------------------------------------------------------------------------------------
 
@@ -139,8 +148,13 @@ class _KeeperProcess:
                     with contextlib.closing(socket.socket(fileno=fd)) as end:
                         if (worker := self._fork_worker(order, end)) is not None:
                             return worker
-            except (EOFError, PacketError):
+            except EOFError:  # it has released its end, and cannot say anything any more
                 self._hears_trainer = False
+                self._memory.linger()
+            except PacketError:  # an order is lost: the trainer sees the end of the channel, and tells another keeper
+                self._hears_trainer = False
+                self._memory.close()
+                self._control.close()
         if died:
             self._trainer_lives = self._hears_trainer = False
             self._memory.linger()
@@ -190,7 +204,14 @@ class _KeeperProcess:
             if not leaves_memory:
                 self._left.forget()
             return True
-        pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid is still its own
+        try:
+            pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid is still its own
+        except OSError as error:  # no descriptor is left: nothing would tell of its end
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            if worker_id is not None:
+                self._control.send(Exited(worker_id, f"could not be forked: {error}"))
+            return False
         self._children[pidfd] = _Child(pid, pidfd, worker_id, taker)
         if worker_id is not None:
             self._control.send(ForkedWorker(worker_id, pid), pidfd)
@@ -212,13 +233,15 @@ class _KeeperProcess:
 
     def _accept(self) -> None:
         """Answer those that have connected, each in a child: one that hangs holds up nothing."""
-        while (listener := self._memory.listener) is not None:
+        while (listener := self._memory.listener) is not None and time.monotonic() >= self._accept_at:
             try:
                 connection, _ = listener.accept()
             except BlockingIOError:
                 return
-            except OSError:
-                continue  # it has left again
+            except OSError as error:
+                if error.errno not in _LEFT:  # no descriptor or memory is left: who has connected waits
+                    self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
+                continue
             self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
@@ -280,6 +303,7 @@ def main(control_fd: int, trainer: int, trainer_pid: int) -> None:
     try:
         for ignored in (signal.SIGINT, signal.SIGTERM):
             signal.signal(ignored, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # blocked by the trainer until now
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, as by the trainer, exit statuses are lost
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"ckpt-keeper", 0, 0, 0)
         with contextlib.suppress(Exception):  # no usable stderr

@@ -94,15 +94,14 @@ class KeptMemory:
         """
         taken: list[str] = []
         match packet.message, packet.fds:
-            case Linger() as about, (fd,) if self._about is None:
-                self._about, self._listener = about, socket.socket(fileno=fd)
-                self._status = os.memfd_create(STATUS, os.MFD_CLOEXEC)
+            case Linger() as about, (fd,):
+                self._listen(about, socket.socket(fileno=fd))
             case Keep(key, size), (fd,) if self.is_kept and key not in self._regions:
                 self._regions[key] = fd, size
             case Drop(key), () if key in self._regions:
                 os.close(self._regions.pop(key)[0])
-            case Settled(rank, record, taken), () if self.is_kept:
-                self._rank, self._record = rank, record
+            case Settled() as settled, () if self.is_kept:
+                self._rank, self._record, taken = settled.rank, settled.record, settled.taken
             case End(lingers), ():
                 if lingers:
                     self.linger()
@@ -112,6 +111,15 @@ class KeptMemory:
                 packet.close_fds()
         self._describe()
         return taken
+
+    def _listen(self, about: Linger, listener: socket.socket) -> None:
+        """Listen for takers; an interrupt of the trainer may have come between, and it tells another address then."""
+        if self._about is not None and self._listener is not None:
+            self._listener.close()
+            Address(self._about.base).remove()
+        self._about, self._listener = about, listener
+        if self._status < 0:
+            self._status = os.memfd_create(STATUS, os.MFD_CLOEXEC)
 
     def linger(self) -> None:
         """Keep the memory without the trainer from now on, if there is any. Idempotent."""

@@ -71,13 +71,12 @@ class LingeringMemory:
 
     def _end(self, *, lingers: bool) -> None:
         with self._lock:
-            was_told, self._closed = self._generation and not self._closed, True
-            if not was_told:
+            was_closed, self._closed = self._closed, True
+            if was_closed:
                 return
             self._keeper.pump()
-            if self._keeper.control is not None and self._keeper.generation == self._generation:
-                self._keeper.tell(End(lingers))
-            elif self._address is not None:  # the keeper has died
+            self._keeper.tell(End(lingers))  # also if an interrupt has left it unknown what that was told
+            if self._address is not None and self._keeper.generation != self._generation:  # that one has died
                 self._address.remove()
 
     def _sync(self, regions: list[SharedMemory], *, settle: bool = False) -> None:
@@ -91,6 +90,8 @@ class LingeringMemory:
         except OSError as error:
             self._closed = True
             self._forget()
+            with contextlib.suppress(OSError):
+                self._keeper.tell(End(lingers=False))
             _log.warning("the memory of this rank will not outlive it: its keeper cannot be started: %s", error)
 
     def _tell(self, regions: list[SharedMemory]) -> None:

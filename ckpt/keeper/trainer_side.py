@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import subprocess
+import threading
 from typing import Any, Generic, TypeVar
 
 from ckpt.keeper.messages import CONTROL, Control, ControlChannel, Exited, Fork, ForkedWorker
@@ -30,21 +31,24 @@ M = TypeVar("M")
 
 
 class Keeper:
-    """Starts the keeper process when it is first needed, and again if it died. For the thread that trains.
+    """Starts the keeper process when it is first needed, and again if it died. Any thread.
 
     `generation` counts the processes: what one was told, the next one does not know.
     """
 
     def __init__(self) -> None:
         self.generation = 0
+        self._lock = threading.RLock()  # not for `release`, which a fork of this process calls, and the collector
         self._origin = Origin()
         self._control: ControlChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_up = False  # it has sent something
-        self._has_orders = False  # it was told something that it must still do
+        self._has_orders = False  # it was told something about memory, which it must do
+        self._asked: set[int] = set()  # the workers that this process was asked for
         self._next_worker_id = 0
         self._started: dict[int, tuple[int, int]] = {}  # pid and pidfd, until `take_started`
         self._exits: dict[int, str] = {}
+        self._forgotten: set[int] = set()  # workers that nothing is to be known of any more
         in_forked_children(self.release)
 
     @property
@@ -59,16 +63,18 @@ class Keeper:
 
     def start(self) -> None:
         """Start the process, unless it runs. OSError if it cannot be started."""
-        self.pump()
-        if self._control is None:
-            self._start()
+        with self._lock:
+            self.pump()
+            if self._control is None:
+                self._start()
 
     def tell(self, message: Control, *fds: int) -> None:
         """Send an order to a process that was started; ignored if it has ended."""
-        if self._control is not None:
-            self._has_orders = True
-            self._control.send(message, *fds)
-            self._control.flush()
+        with self._lock:
+            if self._control is not None:
+                self._has_orders = True
+                self._control.send(message, *fds)
+                self._control.flush()
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -77,60 +83,78 @@ class Keeper:
 
         Returns before the worker exists: messages may be sent to it at once. OSError if no process can be started.
         """
-        self.start()
-        self._next_worker_id += 1
-        assert self._control is not None
-        self._control.send(Fork(self._next_worker_id, program, nice, io_class, io_level), fd)
-        return self._next_worker_id
+        with self._lock:
+            self.start()
+            assert self._control is not None
+            self._next_worker_id += 1
+            self._asked.add(self._next_worker_id)
+            self._control.send(Fork(self._next_worker_id, program, nice, io_class, io_level), fd)
+            return self._next_worker_id
 
     def take_started(self, worker_id: int) -> tuple[int, int] | None:
         """Return the worker's pid and pidfd, which the caller then owns; None until it has been forked."""
-        return self._started.pop(worker_id, None)
+        with self._lock:
+            return self._started.pop(worker_id, None)
+
+    def forget(self, worker_id: int) -> None:
+        """Keep nothing of a worker any more, now and when it ends."""
+        with self._lock:
+            if (started := self._started.pop(worker_id, None)) is not None:
+                os.close(started[1])
+            if self._exits.pop(worker_id, None) is None and self._control is not None:
+                self._forgotten.add(worker_id)
 
     def pump(self) -> None:
         """Take in what the keeper sent.
 
         One that died is forgotten: its workers live on, their exit statuses are lost.
         """
-        if self._control is None:
-            return
-        self._control.flush()
-        try:
-            self._take_in(self._control)
-        except EOFError:
-            self.release()
+        with self._lock:
+            if (control := self._control) is None:
+                return
+            control.flush()
+            try:
+                self._take_in(control)
+            except EOFError:
+                self.release()
 
     def _take_in(self, control: ControlChannel) -> None:
         while (packet := control.receive()) is not None:
             match packet.message, packet.fds:
-                case ForkedWorker(worker_id, pid), (pidfd,):
+                case ForkedWorker(worker_id, pid), (pidfd,) if worker_id not in self._forgotten:
                     self._started[worker_id] = (pid, pidfd)
-                case Exited(worker_id, how), ():
+                case Exited(worker_id, how), () if worker_id not in self._forgotten:
                     self._exits[worker_id] = how
+                case Exited(worker_id), ():
+                    self._forgotten.discard(worker_id)
+                case _:
+                    packet.close_fds()
             self._is_up = True
 
-    def give_up_start(self) -> None:
-        """Kill a keeper that is still starting, and has no orders about memory.
+    def give_up_start(self, worker_id: int) -> None:
+        """Kill a keeper that is still starting, and has no order but that for this worker.
 
-        What it has forked until then can be taken by `take_started`.
+        If it has forked that until then, `take_started` returns it.
         """
-        self.pump()
-        if self._process is None or self._control is None or self._is_up or self._has_orders:
-            return
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILLED_WAIT_S)
-        with contextlib.suppress(EOFError):
-            self._take_in(self._control)
+        with self._lock:
+            self.pump()
+            is_needed = self._is_up or self._has_orders or self._asked != {worker_id}
+            if self._process is None or self._control is None or is_needed:
+                return
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILLED_WAIT_S)
+            with contextlib.suppress(EOFError):
+                self._take_in(self._control)
 
     def wait_exit(self, worker_id: int, timeout_s: float) -> str:
         """Return how a worker that is known to be dead ended; wait for the keeper to report it, if need be."""
         deadline = Deadline(timeout_s)
         while (how := self._exits.pop(worker_id, None)) is None:
-            if self._control is None or deadline.is_over:
+            if (control := self._control) is None or deadline.is_over:
                 return "died (exit status unknown)"
             poll = select.poll()
-            poll.register(self._control, self._control.poll_events)
+            poll.register(control, control.poll_events)
             poll.poll(deadline.poll_ms())
             self.pump()
         return how
@@ -142,10 +166,10 @@ class Keeper:
 
         The memory that it was told to let linger must be ended before.
         """
-        if (process := self._process) is None or self._control is None:
+        if (process := self._process) is None or (control := self._control) is None:
             return
         try:
-            self._control.end_sending()
+            control.end_sending()
             _wait_end(process, ending)
         except subprocess.TimeoutExpired:
             process.kill()
@@ -164,11 +188,11 @@ class Keeper:
     def release(self) -> None:
         """Close the connection without waiting: the keeper ends by itself after its workers. Idempotent."""
         control, process, self._control, self._process = self._control, self._process, None, None
+        started, self._started = self._started, {}  # first, so that nothing is closed twice after an interrupt
         if control is not None:
             control.close()
-        for _, pidfd in self._started.values():
+        for _, pidfd in started.values():
             os.close(pidfd)
-        self._started.clear()
         if process is not None and self._origin.is_here and process.poll() is None:
             try:  # so that it does not stay a zombie; `threading` has locks that the garbage collector may hold
                 _thread.start_new_thread(process.wait, ())
@@ -180,6 +204,8 @@ class Keeper:
 
     def _start(self) -> None:
         trainer = os.pidfd_open(os.getpid())
+        # The keeper ignores these, but not before it has started: it inherits that they are blocked.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             control, theirs = ControlChannel.pair(CONTROL)
             with theirs:
@@ -194,9 +220,11 @@ class Keeper:
                     control.close()
                     raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             os.close(trainer)
         self.generation += 1
-        self._control, self._is_up, self._has_orders = control, False, False
+        self._is_up, self._has_orders, self._asked, self._forgotten = False, False, set(), set()
+        self._control = control
 
 
 def _wait_end(process: subprocess.Popen[bytes], deadline: Deadline) -> None:
@@ -260,9 +288,9 @@ class Worker(Generic[M]):
 
     def kill(self) -> None:
         """Send SIGKILL, if the pid is known."""
-        if self.pidfd is not None:
+        if (pidfd := self.pidfd) is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def how_ended(self, timeout_s: float) -> str:
         """Return how a dead worker ended, as the end of a sentence; see `Keeper.wait_exit`."""
@@ -270,6 +298,8 @@ class Worker(Generic[M]):
 
     def end(self, ending: Deadline) -> None:
         """Close the connection, wait for the end of the process until the deadline, then kill it. Idempotent."""
+        if self.channel.fileno() < 0:
+            return
         self.channel.end_sending()
         self._learn_pid(ending)
         if not self.is_dead(ending):
@@ -282,7 +312,8 @@ class Worker(Generic[M]):
 
         One that is not forked until the deadline is left: it finds what it was sent, and the connection closed.
         """
-        self._learn_pid(known)
+        if self.channel.fileno() >= 0:
+            self._learn_pid(known)
         self.end(Deadline(0.0))
 
     def _learn_pid(self, ending: Deadline) -> None:
@@ -300,9 +331,9 @@ class Worker(Generic[M]):
     def release(self) -> None:
         """Close the connection without waiting: the process, if alive, ends by itself. Idempotent."""
         self.channel.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        pidfd, self.pidfd = self.pidfd, None  # first, so that nothing is closed twice after an interrupt
+        if pidfd is not None:
+            os.close(pidfd)
 
     def __del__(self) -> None:
         if hasattr(self, "worker_id"):  # an exception may have interrupted whatever wanted it

@@ -336,12 +336,14 @@ class Saver:
         self._plans.forget()
         if not finishes_within(ending.before_end(ending.left_s / 2), self._leave_root, "ckpt-leave"):
             _log.warning("%s does not answer: other processes learn by a lease that this one has left", self._root.path)
-        self.snapshots.close()
-        self._tier.close()
-        if self.replicator is not None:
-            self.replicator.close(ending, linger=linger)
-        if self._lingering is not None:
-            self._lingering.leave() if linger else self._lingering.close()
+        try:
+            self.snapshots.close()
+            self._tier.close()
+            if self.replicator is not None:
+                self.replicator.close(ending, linger=linger)
+        finally:  # the keeper has the memory until it is told
+            if self._lingering is not None:
+                self._lingering.leave() if linger else self._lingering.close()
         self._stager.close()
 
     def _leave_root(self) -> None:

@@ -51,8 +51,8 @@ def held_memory(runtime: Path) -> set[int]:
 
 def no_keepers_are_left(runtime: Path) -> None:
     """Fail unless all have ended, or end soon, and have removed their files."""
-    eventually(lambda: not keepers_of(runtime))
-    assert files_of(runtime) == []
+    # Both: a process that is just being started has no command line to be found by.
+    eventually(lambda: not keepers_of(runtime) and not files_of(runtime))
 
 
 def end_keepers(runtime: Path) -> None:

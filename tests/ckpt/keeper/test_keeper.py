@@ -16,9 +16,13 @@ import psutil
 import pytest
 
 from ckpt.keeper import takeover
+from ckpt.keeper.lingering import LingeringMemory
 from ckpt.keeper.messages import PUBLIC, Greeting
 from ckpt.keeper.takeover import Address, Job, Taken, release, take
+from ckpt.keeper.trainer_side import Keeper
+from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.packets import receive, send
+from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.unix_sockets import connect
 from tests.ckpt.keeper.support import files_of, held_memory, keepers_of, no_keepers_are_left
 from tests.ckpt.keeper.trainer import RECORD, SIZE
@@ -128,6 +132,48 @@ def test_a_trainer_that_leaves_it_to_the_next_ones(runtime: Path, trainer: Calla
     assert len(taken()) == 1
     assert first.process.poll() is None
     release(taken()[0].address, JOB)
+    no_keepers_are_left(runtime)
+
+
+def test_a_trainer_that_forgets_its_keeper(runtime: Path, trainer: Callable[..., Trainer]) -> None:
+    """Nothing can be said to that any more: the memory is kept as after the death of the trainer, and no longer."""
+    first = trainer()
+    first.tell("drop the keeper")
+    (found,) = taken()
+    assert first.process.poll() is None
+    release(found.address, JOB)
+    no_keepers_are_left(runtime)
+    trainer(linger_s=0.1).tell("drop the keeper")
+    no_keepers_are_left(runtime)
+
+
+def test_an_interrupt_while_the_keeper_is_told_loses_nothing(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = Keeper()
+    lingering = LingeringMemory(keeper, JOB, 60.0)
+    region = SharedMemory.create("ckpt-slot-0", SIZE)
+    tell = keeper.tell
+
+    def interrupted(message: Any, *fds: int) -> None:
+        tell(message, *fds)
+        raise KeyboardInterrupt
+
+    try:
+        for _ in range(2):
+            monkeypatch.setattr(keeper, "tell", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                lingering.settle(1, RECORD, [region], [])
+        monkeypatch.setattr(keeper, "tell", tell)
+        lingering.settle(1, RECORD, [region], [])
+        assert len(files_of(runtime)) == 2
+        lingering.leave()
+        keeper.release()
+        (found,) = taken()
+        assert len(found.regions) == 1
+        release(found.address, JOB)
+    finally:
+        region.close()
+        lingering.close()
+        keeper.close(Deadline(20.0))
     no_keepers_are_left(runtime)
 
 

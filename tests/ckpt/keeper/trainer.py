@@ -51,6 +51,8 @@ def main(name: str, linger_s: float, *bases: str) -> None:
             case "leave":
                 lingering.leave()
                 keeper.release()
+            case "drop the keeper":
+                keeper.release()
             case "close":
                 lingering.close()
                 keeper.close(Deadline(30.0))

@@ -195,7 +195,8 @@ def test_stacks_come_also_with_the_gil_held(node: Node) -> None:
         client.init_workload_monitoring()
         client.start_section("short")
         def holds_the_gil():
-            ctypes.PyDLL(None).sleep(60)
+            while True:  # the signal that asks for the stacks ends a sleep
+                ctypes.PyDLL(None).sleep(60)
         holds_the_gil()
     """)
     assert worker.wait() == -signal.SIGKILL
