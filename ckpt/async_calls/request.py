@@ -119,7 +119,7 @@ class AsyncRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What a writer runs: a request without what stays in the trainer."""
+    """The part of a request that runs in a writer."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]

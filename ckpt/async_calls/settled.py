@@ -1,4 +1,4 @@
-"""What ranks agree on about their background calls: which are settled on all of them, and why one failed."""
+"""The agreement of ranks on their background calls: which are settled on all of them, and why one failed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class LingeringMemory:
         self._closed = False
 
     def take(self) -> list[Taken]:
-        """Return what is kept of earlier processes of this job on this node. The caller closes it."""
+        """Return the memory of earlier processes of this job on this node. The caller closes it."""
         return take(self._job)
 
     def settle(self, rank: int, record: Record, needed: Iterable[SharedMemory], taken: Sequence[Taken]) -> None:
@@ -95,7 +95,7 @@ class LingeringMemory:
             _log.warning("the memory of this rank will not outlive it: its keeper cannot be started: %s", error)
 
     def _tell(self, regions: list[SharedMemory]) -> None:
-        """Tell what is to be kept. An interrupt may have told a part of it: the keeper ignores that."""
+        """Tell the regions to keep. An interrupt may have told some of them: the keeper ignores those."""
         wanted = {region.region_id: region for region in regions if not region.closed}
         for key in self._kept - wanted.keys():
             self._keeper.tell(Drop(key))

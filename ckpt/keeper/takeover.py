@@ -44,7 +44,7 @@ _NO_RUN_ID = ("", "none")  # the second one is torchrun's, if it is not told any
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What identifies a job on a node: its `name`, the checkpoint root, and the node."""
+    """The identity of a job on a node: its `name`, the checkpoint root, and the node."""
 
     name: str
     root: str
@@ -108,7 +108,7 @@ class Address:
         return job_secret(key) or key
 
     def read_key(self) -> str:
-        """Return what the greetings of this keeper are made with. OSError; PermissionError if the file is not ours."""
+        """Return the secret of the greetings of this keeper. OSError; PermissionError if the file is not ours."""
         fd = os.open(f"{self.base}.key", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)

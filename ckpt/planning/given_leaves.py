@@ -102,7 +102,7 @@ class Leaves:
             self._lists[keys] = tuple(lists)
 
     def _document(self) -> dict[str, Any]:
-        """Return what the other ranks need to know, as JSON: no more than a digest of what is not in a list."""
+        """Return the leaves as JSON for the other ranks: a digest of all that are not in a list."""
         text = repr(([(path, leaf.spec) for path, leaf in self._tensors.items()], list(self._values), self._lists))
         paths = (*self._tensors, *self._values)
         return {

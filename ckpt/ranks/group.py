@@ -17,7 +17,7 @@ _FINE, _FAILED = b"+", b"-"
 
 @dataclass(slots=True)
 class Phase:
-    """What a rank does, for messages; what it tells the others at the end, and then what all have told, by rank."""
+    """A part of a collective operation: its name for messages, the payload of this rank, then those of all, by rank."""
 
     action: str
     told: bytes = b""
