@@ -222,7 +222,7 @@ class _KeeperProcess:
         _, raw = os.waitpid(child.pid, 0)
         os.close(pidfd)
         status = os.waitstatus_to_exitcode(raw)
-        if child.worker_id is not None:
+        if child.worker_id is not None and self._hears_trainer:
             self._control.send(Exited(child.worker_id, _how(status)))
         if child.taker is not None:
             with child.taker:
