@@ -48,7 +48,6 @@ class Keeper:
         self._next_worker_id = 0
         self._started: dict[int, tuple[int, int]] = {}  # pid and pidfd, until `take_started`
         self._exits: dict[int, str] = {}
-        self._forgotten: set[int] = set()  # workers that nothing is to be known of any more
         in_forked_children(self.release)
 
     @property
@@ -96,14 +95,6 @@ class Keeper:
         with self._lock:
             return self._started.pop(worker_id, None)
 
-    def forget(self, worker_id: int) -> None:
-        """Keep nothing of a worker any more, now and when it ends."""
-        with self._lock:
-            if (started := self._started.pop(worker_id, None)) is not None:
-                os.close(started[1])
-            if self._exits.pop(worker_id, None) is None and self._control is not None:
-                self._forgotten.add(worker_id)
-
     def pump(self) -> None:
         """Take in what the keeper sent.
 
@@ -121,14 +112,10 @@ class Keeper:
     def _take_in(self, control: ControlChannel) -> None:
         while (packet := control.receive()) is not None:
             match packet.message, packet.fds:
-                case ForkedWorker(worker_id, pid), (pidfd,) if worker_id not in self._forgotten:
+                case ForkedWorker(worker_id, pid), (pidfd,):
                     self._started[worker_id] = (pid, pidfd)
-                case Exited(worker_id, how), () if worker_id not in self._forgotten:
+                case Exited(worker_id, how), ():
                     self._exits[worker_id] = how
-                case Exited(worker_id), ():
-                    self._forgotten.discard(worker_id)
-                case _:
-                    packet.close_fds()
             self._is_up = True
 
     def give_up_start(self, worker_id: int) -> None:
@@ -223,7 +210,7 @@ class Keeper:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             os.close(trainer)
         self.generation += 1
-        self._is_up, self._has_orders, self._asked, self._forgotten = False, False, set(), set()
+        self._is_up, self._has_orders, self._asked = False, False, set()
         self._control = control
 
 
