@@ -72,7 +72,7 @@ class Round:
         return None if count is None else int(count)
 
     def decide(self, proposal: str) -> str:
-        """Return what is decided: this proposal, which is not empty, if it is the first."""
+        """Propose a value, which is not empty, and return the decision: the first proposal of all ranks."""
         return str(self._store.compare_set(f"{self._name}/decision", "", proposal).decode())
 
     @property

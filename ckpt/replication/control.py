@@ -96,7 +96,7 @@ class Lend:
 
 @dataclass(frozen=True)
 class ListHeld:
-    """Say what is held for others."""
+    """List the replicas that are held for others."""
 
     request: int
 

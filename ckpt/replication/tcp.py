@@ -89,7 +89,7 @@ class RemoteHolder:
         self._connection = connection
 
     def replicas(self) -> list[Replica]:
-        """Return what the holder has complete. TransportError."""
+        """Return the complete replicas of the holder. TransportError."""
         found = []
         with _failures_of(self._address):
             self._connection.send(List())

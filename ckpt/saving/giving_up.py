@@ -35,7 +35,7 @@ def give_up(pending: Pending, reason: Failure) -> Published | Abandoned | Fenced
 
 
 def error_for(save: SaveId, outcome: Abandoned | Fenced) -> CheckpointError:
-    """Return what the trainer raises for a save that is not published."""
+    """Return the error in the trainer for a save that is not published."""
     if isinstance(outcome, Fenced):
         return FencedError(f"rank {outcome.rank}: {outcome.message}", rank=outcome.rank, step=save.step)
     reason = outcome.reason

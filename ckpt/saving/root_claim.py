@@ -26,7 +26,7 @@ class RootClaim:
         self.token: int | None = None
         """The token that this job saved with last, or that this process claimed; None before."""
         self.branch: Branch | None = Branch()
-        """What the next save continues; None if one of this owner is known to be published."""
+        """The branch that the next save continues; None if one of this owner is known to be published."""
         self._root = root
         self._packs = packs
         self._before = before

@@ -10,7 +10,7 @@ __all__ = ["DirectoryRoot"]
 
 
 class DirectoryRoot(Root):
-    """What the modules behind `root.CheckpointRoot` need of it."""
+    """The part of `root.CheckpointRoot` that the modules behind it use."""
 
     @property
     @abstractmethod

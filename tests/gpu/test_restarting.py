@@ -114,6 +114,7 @@ def test_ranks_on_one_gpu_come_out_of_collectives_of_nccl_twenty_times_and_then_
             soft_timeout=timedelta(seconds=30),
             hard_timeout=timedelta(seconds=40),
             max_same_faults=None,
+            max_faults_per_hour=None,
             max_backoff=timedelta(0),
         )
         def train(call: inprocess.CallWrapper | None = None) -> Any:
