@@ -222,14 +222,7 @@ class Writer:
 
     def _receive(self, process: _Process) -> bool:
         """Take in what the process sent. True when it is dead and everything it sent has been read."""
-        process.refresh()
-        dead = process.is_dead()  # checked first: if so, all that it ever sent is in the socket
-        try:
-            while (packet := process.channel.receive()) is not None:
-                self._handle(process, packet.message)
-        except EOFError:
-            return True
-        return dead  # a dead writer without an end of the socket: a child of its function still holds it
+        return process.receive(lambda message: self._handle(process, message))
 
     def _handle(self, process: _Process, message: Message) -> None:
         if isinstance(message, Ready):

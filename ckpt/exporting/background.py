@@ -188,17 +188,12 @@ class BackgroundExports:
 
     def _is_over(self, running: _Running) -> bool:
         """Take in what the worker has said; return whether it has ended."""
-        worker = running.worker
         self._keeper.pump()
-        worker.refresh()
-        is_dead = worker.is_dead()  # checked first: if so, all that it ever sent is in the channel
-        try:
-            while (packet := worker.channel.receive()) is not None:
-                if isinstance(packet.message, ExportEnded):
-                    self._ended = packet.message
-        except EOFError:
-            return True
-        return is_dead
+        return running.worker.receive(self._note)
+
+    def _note(self, message: Message) -> None:
+        if isinstance(message, ExportEnded):
+            self._ended = message
 
     def _end(self, running: _Running, how: str = "") -> None:
         """Note the end of an export. Without an answer of its worker, `how` it ended, if that is known."""
@@ -219,12 +214,9 @@ class BackgroundExports:
         self._failed(running.step, running.target, ended.error, f"\n{ended.traceback}" if ended.traceback else "")
 
     def _how_ended(self, running: _Running) -> str:
-        worker = running.worker
         if time.monotonic() > running.deadline:
             return f"it took longer than {self._options.timeout}"
-        worker.kill()  # its connection has ended, so it soon ends itself
-        worker.is_dead(Deadline(_EXIT_WAIT_S))
-        return f"its process {worker.how_ended(_EXIT_WAIT_S)}"
+        return f"its process {running.worker.how_it_ends(_EXIT_WAIT_S)}"
 
     def _failed(self, step: int, target: str, cause: str, detail: str = "") -> None:
         _log.error("the export of step %d to %s failed: %s%s", step, target, cause, detail)

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import threading
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from ckpt.keeper.messages import CONTROL, Control, ControlChannel, Exited, Fork, ForkedWorker
@@ -273,6 +274,20 @@ class Worker(Generic[M]):
         """Return whether the process is known to be dead, now or until the deadline."""
         return self.pidfd is not None and _is_over(self.pidfd, deadline or Deadline(0.0))
 
+    def receive(self, take: Callable[[M], None]) -> bool:
+        """Call `take` with each message that has arrived. True when the process is dead and all it sent was taken.
+
+        Does not wait. Call `Keeper.pump` before.
+        """
+        self.refresh()
+        is_dead = self.is_dead()  # checked first: if so, all that it ever sent is in the channel
+        try:
+            while (packet := self.channel.receive()) is not None:
+                take(packet.message)
+        except EOFError:
+            return True
+        return is_dead  # a dead process without an end of the channel: a child of it still holds that
+
     def kill(self) -> None:
         """Send SIGKILL, if the pid is known."""
         if (pidfd := self.pidfd) is not None:
@@ -282,6 +297,12 @@ class Worker(Generic[M]):
     def how_ended(self, timeout_s: float) -> str:
         """Return how a dead worker ended, as the end of a sentence; see `Keeper.wait_exit`."""
         return self._keeper.wait_exit(self.worker_id, timeout_s)
+
+    def how_it_ends(self, timeout_s: float) -> str:
+        """Kill a process whose connection has ended, which soon ends itself; return how it ended, as `how_ended`."""
+        self.kill()
+        self.is_dead(Deadline(timeout_s))
+        return self.how_ended(timeout_s)
 
     def end(self, ending: Deadline) -> None:
         """Close the connection, wait for the end of the process until the deadline, then kill it. Idempotent."""

@@ -247,14 +247,7 @@ class BackgroundMirror:
     def _receive(self, worker: Worker[Message]) -> bool:
         """Note what the worker has sent. True when it is dead and everything it sent has been read."""
         self._keeper.pump()
-        worker.refresh()
-        is_dead = worker.is_dead()  # checked first: if so, all that it ever sent is in the channel
-        try:
-            while (packet := worker.channel.receive()) is not None:
-                self._note(packet.message)
-        except EOFError:
-            return True
-        return is_dead
+        return worker.receive(self._note)
 
     def _note(self, report: Message) -> None:
         match report:
@@ -294,9 +287,7 @@ class BackgroundMirror:
 
     def _died(self, worker: Worker[Message]) -> None:
         """Note that the worker has ended although it was not asked to."""
-        worker.kill()  # its connection has ended, so it soon ends itself
-        worker.is_dead(Deadline(_EXIT_WAIT_S))
-        how, words = worker.how_ended(_EXIT_WAIT_S), self._last_words
+        how, words = worker.how_it_ends(_EXIT_WAIT_S), self._last_words
         self._disconnect()
         self._failed(Failed(None, f"its worker {how}{f': {words}' if words else ''}", again=True))
         self._start_at = max(self._start_at, time.monotonic() + self._restart_s / 2)
