@@ -45,6 +45,7 @@ from inprocess.state import State
 from inprocess.store import PrefixStore, TCPStore
 from inprocess.torn_locks import held_locks
 from inprocess.unblock.gloo_waits import watch_gloo_waits
+from inprocess.unblock.process_groups import watchdog_of_nccl_ends_nothing
 from inprocess.unblock.stores import interruptible_store_connections
 
 __all__ = ["CallWrapper", "Wrapper", "inject"]
@@ -167,6 +168,7 @@ class CallWrapper(Uncopied):
         self.held_locks = held_locks()  # before the heap is frozen: those of the caller
         enter(frozen_heap())  # takes a while, so before time limits count
         watch_gloo_waits()
+        enter(watchdog_of_nccl_ends_nothing())
         self.atomic_lock = AtomicLock()
         self.thrower = enter(
             MainThreadThrower(self.atomic_lock.is_held_here, settings.uninterrupted_modules, ITERATION_CODE)

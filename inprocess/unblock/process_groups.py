@@ -7,17 +7,39 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from inprocess.exception import TimeoutError
 from inprocess.waiting import BoundedCall, bounded_call
 
-__all__ = ["abort_nccl", "destroy_groups", "discard_process_groups"]
+__all__ = ["abort_nccl", "destroy_groups", "discard_process_groups", "watchdog_of_nccl_ends_nothing"]
 
 _log = logging.getLogger(__name__)
+_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else the death of a peer ends this process, too
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "25",  # after an error it sleeps for four times that: a minute by default
+}
+"""Read by torch whenever it creates a group; see its page of NCCL environment variables, and ProcessGroupNCCL.cpp."""
+
+
+@contextlib.contextmanager
+def watchdog_of_nccl_ends_nothing() -> Iterator[None]:
+    """Have torch's watchdog report errors of NCCL, and leave to the abort hook what they end.
+
+    For groups that are created in this context. What the environment says already stays.
+    """
+    ours = {name: value for name, value in _WATCHDOG.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def discard_process_groups(timeout: float = 5.0) -> None:

@@ -64,6 +64,21 @@ def test_a_process_group_that_exists_is_refused() -> None:
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
+def test_the_watchdog_of_nccl_ends_no_process_in_a_wrapped_function() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        names = [f"TORCH_NCCL_{name}" for name in ("ASYNC_ERROR_HANDLING", "RETHROW_CUDA_ERRORS", "DUMP_ON_TIMEOUT")]
+        os.environ[names[1]] = "1"  # what the user says stays
+
+        def values() -> list[str | None]:
+            return [os.environ.get(name) for name in names]
+
+        return values(), Wrapper()(values)(), values()
+
+    before, inside, after = rank_values(main, 1)[0]
+    assert before == after == [None, "1", None]
+    assert inside == ["0", "1", None]
+
+
 def test_a_fault_on_one_rank_restarts_all_and_all_know_why() -> None:
     def main(rank: int, world_size: int) -> Any:
         calls = Calls()
