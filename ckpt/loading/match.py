@@ -220,15 +220,17 @@ def _match_tensor(
     leaf: TensorLeaf,
     rank: int,
     options: RestoreOptions,
-    other_names: Iterable[Path] = (),
+    other_names: Sequence[Path] = (),
 ) -> None:
     """Compare a tensor with what is stored under its name or, if there is nothing, under another name that it has."""
     spec = leaf.spec
     if spec.per_rank and rank >= index.world_size:
         return  # fewer ranks wrote the checkpoint; this one keeps its tensor
-    names = (path, *other_names)
-    found = (index.tensor(name, rank if spec.per_rank else None) for name in names)
-    tensor = next((tensor for tensor in found if tensor is not None), None)
+    of_rank = rank if spec.per_rank else None
+    tensor = index.tensor(path, of_rank)
+    if tensor is None and other_names:
+        found = (index.tensor(name, of_rank) for name in other_names)
+        tensor = next((tensor for tensor in found if tensor is not None), None)
     problem = None
     if tensor is None:
         own = f"{spec.dtype}{list(spec.shape)}"

@@ -21,30 +21,38 @@ def check_overlaps(reads: Iterable[Read], step: int) -> None:
 
     Tensors that are the same memory in the same form are one tensor with two names; they are not among the reads twice.
     """
-    spans = [(*_span(leaf.local), path, leaf.local) for path, _, leaf in reads if _is_plain(leaf.local)]
-    before: list[tuple[str, int, int, Path, torch.Tensor]] = []
-    for span in sorted(spans, key=lambda span: span[:3]):
-        device, begin, _, path, tensor = span
-        before = [other for other in before if other[0] == device and other[2] > begin]
-        for *_, other_path, other in before:
-            if _share(tensor, other):
+    plain = [(path, leaf.local) for path, _, leaf in reads if _is_plain(leaf.local)]
+    begins = np.array([tensor.data_ptr() for _, tensor in plain], np.uint64)
+    ends = begins + np.array([_extent(tensor) for _, tensor in plain], np.uint64)
+    order = np.lexsort((ends, begins))
+    if not (begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
+        return
+    before: list[tuple[str, int, Path, torch.Tensor]] = []
+    for number in order.tolist():
+        path, tensor = plain[number]
+        device, begin, end = str(tensor.device), int(begins[number]), int(ends[number])
+        before = [other for other in before if other[0] != device or other[1] > begin]
+        for other_device, _, other_path, other in before:
+            if other_device == device and _share(tensor, other):
                 raise StateError(
                     f"{display(other_path)} and {display(path)} of the state are views of memory that overlap: what is "
                     "restored last would overwrite a part of the other. Give each its own memory, or restore one of "
                     "them with only=",
                     step=step,
                 )
-        before.append(span)
+        before.append((device, end, path, tensor))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
 
 
-def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Return the device of a tensor, and the addresses of its first byte and of the one behind its last."""
+def _extent(tensor: torch.Tensor) -> int:
+    """Return how many bytes there are from the first byte of a tensor to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()
 
 
 def _share(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -182,6 +182,8 @@ class Structure:
 
     def _item(self, path: Path, item: Any, tree: StoredTree, is_free: bool, beside: Any, in_list: bool = False) -> Any:
         """Return the item for a path that both the state and the step have: that of the state, or a new one."""
+        if not in_list and isinstance(item, torch.Tensor) and tree.tensor(path) is not None:
+            return item  # most items: whatever its shape and dtype, it is matched by its name
         own, stored = form(item), tree.form(path)
         if own is None or stored is None or not self._options.selects(path):
             return item
@@ -263,6 +265,8 @@ def is_plain(item: Any) -> bool:
 
 
 def _is_parameter(item: Any) -> bool:
+    if type(item) is torch.Tensor:
+        return item.requires_grad
     return isinstance(item, torch.nn.Parameter) or (isinstance(item, torch.Tensor) and item.requires_grad)
 
 

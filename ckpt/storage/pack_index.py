@@ -228,13 +228,14 @@ _MEMBERS = frozenset(
 )
 
 
-_PAIRS = (("region", "offset"), ("box_offset", "tensor_shape"))
-_LISTS = frozenset({"path", "shape", "chunk", "inner", "box_offset", "tensor_shape"})
+_LISTS = ("path", "shape", "chunk", "inner", "box_offset", "tensor_shape")
+_NO_LIST: list[Any] = []
+_PATH_TYPES = frozenset({str, int})
 
 
 def _array(number: int, entry: Mapping[str, Any], world_size: int) -> StoredArray:
-    for name in _LISTS & entry.keys():
-        if type(entry[name]) is not list:
+    for name in _LISTS:
+        if type(entry.get(name, _NO_LIST)) is not list:
             raise ValueError(f"the entry of an array has {name} {entry[name]!r:.80}, which is no list")
     path, shape, chunk = tuple(entry["path"]), tuple(entry["shape"]), tuple(entry["chunk"])
     inner = tuple(entry["inner"]) if "inner" in entry else None
@@ -248,9 +249,10 @@ def _array(number: int, entry: Mapping[str, Any], world_size: int) -> StoredArra
             raise ValueError(f"{display(path)} is a whole tensor, but has a box")
     if rank is not None:
         about["rank"] = rank
-    if entry.keys() - _MEMBERS or None in entry.values() or any((a in entry) != (b in entry) for a, b in _PAIRS):
+    is_paired = ("region" in entry) == ("offset" in entry) and ("box_offset" in entry) == ("tensor_shape" in entry)
+    if not (is_paired and entry.keys() <= _MEMBERS) or None in entry.values():
         raise ValueError(f"the entry of {display(path)} has the members {sorted(entry)!r:.200}")
-    if set(map(type, path)) - {str, int}:
+    if not _PATH_TYPES.issuperset(map(type, path)):
         raise ValueError(f"{path!r:.80} is not a path of strings and integers")
     numbers = (*shape, *chunk, *(inner or ()), *box_offset, *tensor_shape, offset, rank or 0, region or 0)
     if set(map(type, numbers)) != {int} or not 0 <= min(numbers) <= max(numbers) < _MAX_BYTES:
