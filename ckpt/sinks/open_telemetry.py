@@ -10,6 +10,7 @@ The spans have the times of the events. If the clock was set back meanwhile they
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +26,13 @@ from ckpt.events import (
     SaveStaged,
     SaveStarted,
 )
+from ckpt.sinks.metrics import METRICS, Metric, RankCounts
 from ckpt.sinks.optional import optional
 
 __all__ = ["OpenTelemetry"]
 
 _NAME = "ckpt"
-_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)
+_RECORD = {"counter": "add", "gauge": "set", "histogram": "record"}
 
 
 @dataclass
@@ -49,10 +51,7 @@ class OpenTelemetry:
     restores and restarts. Spans have the attributes ``ckpt.step`` and ``ckpt.rank`` and, as metrics do, `attributes`.
     A save that was abandoned has the status ERROR, with the cause.
 
-    Metrics: the counters ``ckpt.saves`` (by ``outcome``), ``ckpt.written`` (By), ``ckpt.restores`` (by ``outcome``),
-    ``ckpt.restored`` (By, by ``source``), ``ckpt.restarts`` and ``ckpt.events_dropped``; the histograms (s)
-    ``ckpt.save.stall``, ``ckpt.save.write``, ``ckpt.save.duration``, ``ckpt.restore.duration`` and
-    ``ckpt.restart.duration``.
+    The metrics are those of `ckpt.sinks.metrics`.
 
     The providers are the global ones by default. ImportError without opentelemetry-api.
     """
@@ -70,75 +69,45 @@ class OpenTelemetry:
         self._tracer = self._trace.get_tracer(_NAME, tracer_provider=tracer_provider)
         self._attributes = dict(attributes or {})
         self._saves: dict[tuple[int, int], list[_Save]] = {}
-        self._dropped: dict[int, int] = {}
+        self._counts: defaultdict[int, RankCounts] = defaultdict(RankCounts)
         meter = metrics.get_meter(_NAME, meter_provider=meter_provider)
-
-        def counter(name: str, text: str, unit: str = "1") -> Callable[..., None]:
-            add: Callable[..., None] = meter.create_counter(f"ckpt.{name}", unit, text).add
-            return add
-
-        def histogram(name: str, text: str) -> Callable[..., None]:
-            record: Callable[..., None] = meter.create_histogram(
-                f"ckpt.{name}", "s", text, explicit_bucket_boundaries_advisory=_SECONDS
-            ).record
-            return record
-
-        self._count_save = counter("saves", "saves that were decided")
-        self._count_written = counter("written", "bytes that this rank has written", "By")
-        self._count_restore = counter("restores", "restores")
-        self._count_restored = counter("restored", "bytes of tensors that were restored", "By")
-        self._count_restart = counter("restarts", "restarts in the process")
-        self._count_dropped = counter("events_dropped", "events that this sink did not get")
-        self._stall = histogram("save.stall", "how long training waited for a save")
-        self._write = histogram("save.write", "how long the files of a save took to write and to become durable")
-        self._save = histogram("save.duration", "from the call of a save until its step was published")
-        self._restore = histogram("restore.duration", "how long a restore took")
-        self._restart = histogram("restart.duration", "from a fault until the state was restored")
+        self._record = {metric: _recorder(meter, metric) for metric in METRICS}
 
     def __call__(self, event: Event) -> None:
         """Take an event; its context is the current one."""
         labels = {**self._attributes, "ckpt.rank": event.rank}
+        for sample in self._counts[event.rank].samples(event):
+            own = {sample.metric.label: sample.label} if sample.label else {}
+            self._record[sample.metric](sample.number, labels | own)
         match event:
             case SaveStarted():
                 root = self._root("ckpt.save", event.time, labels | {"ckpt.step": event.step})
                 save = _Save(root, event.time, event.time)
                 self._saves.setdefault((event.rank, event.step), []).append(save)
             case SaveStaged():
-                self._stall(event.stall_s, labels)
                 if (staged := self._newest(event.rank, event.step)) is not None:
                     staged.staged = event.time
                     self._child(staged, "ckpt.stage", staged.begin, event.time, {"ckpt.bytes": event.bytes})
             case SavePublished():
-                self._published(event, labels)
+                self._published(event)
             case SaveAbandoned():
-                self._count_save(1, labels | {"outcome": "abandoned"})
                 if (abandoned := self._ended(event.rank, event.step)) is not None:
                     self._fail(abandoned.span, event.kind, event.cause)
                     abandoned.span.end(_ns(max(event.time, abandoned.begin)))
             case Restored():
                 self._restored(event, labels)
             case RestoreFailed():
-                self._count_restore(1, labels | {"outcome": "failed"})
                 span = self._root("ckpt.restore", event.time - event.seconds, labels)
                 self._fail(span, event.kind, event.cause)
                 span.end(_ns(event.time))
             case Restarted():
-                self._count_restart(1, labels)
-                self._restart(event.seconds, labels)
                 attributes = labels | {"ckpt.iteration": event.iteration, "ckpt.cause": event.cause}
                 self._root("ckpt.restart", event.time - event.seconds, attributes).end(_ns(event.time))
             case EventsDropped():
-                self._count_dropped(event.dropped - self._dropped.get(event.rank, 0), labels)
-                self._dropped[event.rank] = event.dropped
                 self._saves.clear()  # the end of some may be lost: they have no spans
 
-    def _published(self, event: SavePublished, labels: dict[str, Any]) -> None:
-        self._count_save(1, labels | {"outcome": "published"})
-        self._count_written(event.bytes, labels)
-        self._save(event.seconds, labels)
+    def _published(self, event: SavePublished) -> None:
         save = self._ended(event.rank, event.step)
-        if event.write_s:
-            self._write(event.write_s + event.sync_s, labels)
         if save is None:
             return
         if event.write_s:
@@ -150,15 +119,11 @@ class OpenTelemetry:
         save.span.end(_ns(max(event.time, save.begin)))
 
     def _restored(self, event: Restored, labels: dict[str, Any]) -> None:
-        self._count_restore(1, labels | {"outcome": "restored"})
-        self._restore(event.seconds, labels)
         sources = {
             "own_memory": event.own_memory_bytes,
             "neighbour_memory": event.neighbour_memory_bytes,
             "storage": event.storage_bytes,
         }
-        for source, nbytes in sources.items():
-            self._count_restored(nbytes, labels | {"source": source})
         attributes = labels | {"ckpt.step": event.step, "ckpt.damaged_steps": list(event.damaged)}
         attributes |= {f"ckpt.{source}_bytes": nbytes for source, nbytes in sources.items()}
         self._root("ckpt.restore", event.time - event.seconds, attributes).end(_ns(event.time))
@@ -194,6 +159,16 @@ class OpenTelemetry:
     def _fail(self, span: Any, kind: str, cause: str) -> None:
         span.set_attribute("error.type", kind)
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, f"{kind}: {cause}"))
+
+
+def _recorder(meter: Any, metric: Metric) -> Callable[..., None]:
+    """Make an instrument, and return its method that takes a number and attributes."""
+    options = {"explicit_bucket_boundaries_advisory": metric.buckets} if metric.buckets else {}
+    make = getattr(meter, f"create_{metric.kind}")
+    record: Callable[..., None] = getattr(
+        make(f"{_NAME}.{metric.name}", metric.unit, metric.text, **options), _RECORD[metric.kind]
+    )
+    return record
 
 
 def _ns(seconds: float) -> int:

@@ -77,6 +77,8 @@ def test_a_job_has_a_trace_for_each_save(tmp_path: Path) -> None:
     assert sum(point.value for point in telemetry.points("ckpt.restored")) == 4000
     (stall,) = telemetry.points("ckpt.save.stall")
     assert stall.count == 2
+    assert [point.value for point in telemetry.points("ckpt.newest_step")] == [1]
+    assert [point.value for point in telemetry.points("ckpt.saves_in_flight")] == [0]
 
 
 def test_no_span_ends_before_it_begins() -> None:
