@@ -71,6 +71,10 @@ KINDS = {
         "monitoring of sections: cost of events, delay of detection, cost of a monitor",
         "tools.bench.sections",
     ),
+    "trees": Kind(
+        "this tree beside another checkout of this code, in turns: stall, durable, snapshots, restores, memory",
+        "tools.bench.trees",
+    ),
     "scale": Kind(
         "planning and commit check of a save of thousands of simulated ranks",
         "tools.bench.scale",
