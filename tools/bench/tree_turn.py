@@ -66,14 +66,14 @@ class _Rank:
         gc.disable()
         last = 1 + _WARM + _SAVES
         for step in range(2, last + 1):
-            stalls.append(self._slowest(lambda step=step: checkpointer.async_save(state, step)))
-            durable.append(stalls[-1] + self._slowest(lambda: checkpointer.maybe_finalize(blocking=True)))
+            stalls.append(self._slowest(checkpointer.async_save, state, step))
+            durable.append(stalls[-1] + self._slowest(checkpointer.maybe_finalize, True))
         for step in range(last + 1, last + 1 + _WARM + _SNAPSHOTS):
-            snapshots.append(self._slowest(lambda step=step: checkpointer.snapshot(state, step)))
+            snapshots.append(self._slowest(checkpointer.snapshot, state, step))
             time.sleep(0.03)  # its checksums are made beside training
             checkpointer.maybe_finalize()
         checkpointer.maybe_finalize(blocking=True)
-        restores = [self._slowest(lambda: checkpointer.restore(state)) for _ in range(_RESTORES)]
+        restores = [self._slowest(checkpointer.restore, state) for _ in range(_RESTORES)]
         figures |= {"memory of helpers": _private_mb()}
         gc.enable()
         checkpointer.close()
@@ -83,15 +83,16 @@ class _Rank:
     def _loaded(self, root: str, state: Any) -> dict[str, float]:
         import ckpt
 
-        cold, warm = [], []
+        cold: list[float] = []
+        warm: list[float] = []
         for times in (cold, warm, cold, warm):
             with ckpt.Checkpointer(root, read_only=True) as reader:
                 if times is cold and self._rank == 0:
                     _drop_cache(root)
-                times.append(self._slowest(lambda reader=reader: reader.restore(state)))
+                times.append(self._slowest(reader.restore, state))
         return {"restore, page cache cold": median(cold), "restore, page cache warm": median(warm)}
 
-    def _slowest(self, call: Callable[[], Any]) -> float:
+    def _slowest(self, call: Callable[..., Any], *arguments: Any) -> float:
         """Return the seconds of a call that all ranks begin together."""
         import torch
         import torch.distributed as dist
@@ -99,7 +100,7 @@ class _Rank:
         if self._world_size > 1:
             dist.barrier()
         begin = time.perf_counter()
-        call()
+        call(*arguments)
         seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
         if self._world_size > 1:
             dist.all_reduce(seconds, dist.ReduceOp.MAX)

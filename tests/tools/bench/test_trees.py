@@ -10,7 +10,7 @@ import pytest
 from tools.bench.__main__ import main
 from tools.bench.processes import REPOSITORY
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.skipif(os.environ.get("TESTS") != "full", reason="runs in `make test-faults`")
