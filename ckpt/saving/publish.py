@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError
+from ckpt.errors import CheckpointCorruptError, CheckpointExistsError
 from ckpt.native import crc32c
 from ckpt.paths import Path
 from ckpt.saving.replicas import Warn, check_replicas
@@ -70,7 +70,12 @@ def publish(
     pending.write_documents(documents)
     tick()
     before_commit()
-    return pending.publish()
+    try:
+        return pending.publish()
+    except CheckpointExistsError:
+        # An earlier owner that was about to remove this step of its branch may have put it back since `before_commit`.
+        before_commit()
+        return pending.publish()
 
 
 def merged(

@@ -71,16 +71,16 @@ class PendingSave(Pending):
         self.root.make()
         directories.make_directories(self.root.pending_path, f"{self.save.name}/parts")
         directories.fsync_directory(self.path)
-        try:
-            self.check_token()  # after making the directory: a job that claims the root later sees it
-        except FencedError:
-            directories.remove_tree(self.path)
-            raise
         intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
         intent |= {"world_size": world_size, "plan": plan_digest, "continues": continues, **lineage}
         if not files.create_exclusive(os.path.join(self.path, INTENT), encode_document(intent)):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         directories.fsync_directory(self.root.pending_path)
+        try:
+            self.check_token()  # after making the intent: a job that claims the root later sees it
+        except FencedError:
+            directories.remove_tree(self.path)
+            raise
         if self.was_abandoned():  # meanwhile by another rank; then the directory may have been made anew by a late one
             directories.remove_tree(self.path)
             raise StorageError(f"save {self.save.name} was abandoned while it began")

@@ -15,13 +15,14 @@ import re
 import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.directories import Rename
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.names import PUBLISHED_STEP, parse_save_name, step_name
-from ckpt.storage.records import Record, Records
+from ckpt.storage.records import Record, Records, State
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_reader import has_readers
@@ -81,9 +82,18 @@ class CopiedDirectories:
         return [record for record in found if record.save.name not in names]
 
     def take_in(self, records: Records) -> None:
-        """Create the records of the steps that have none, the newest first: a restore uses that. For the owner."""
-        for record in reversed(self.records(records.all(), only=False)):
-            records.create(record)
+        """Create the records of the steps that have none, the newest first: a restore uses that. For the owner.
+
+        A step of which the root has another save is moved aside.
+        """
+        self._taken_in = False  # more may have been copied since this process took in the others
+        known = records.all()
+        own = {each.save.step for each in known if each.is_published}
+        for record in reversed(self.records(known, only=False)):
+            state: State = "superseded" if record.save.step in own else "published"
+            created = records.create(replace(record, state=state))
+            if created is not None:
+                records.keeps(created)  # a later owner may have removed the step, and forgotten it, since the list
         self._taken_in = True
 
     def _record(self, folder: str) -> Record | None:
@@ -131,7 +141,8 @@ class CopiedObjects:
     def take_in(self, root: str, superseded: str, damaged: str, rest: str) -> None:
         """Rename the steps to what they are in a directory, and all that is left to names in `rest`. For the owner.
 
-        A step that is being read keeps its place until the next owner comes. Other files are left alone.
+        A step of which the root has another save is moved aside. One that is being read keeps its place until the next
+        owner comes. Other files are left alone.
         """
         records = Records(self._store).all() if self.are_there() else []
         if not records:
@@ -155,7 +166,11 @@ class CopiedObjects:
             folder = root if published else targets[record.state]
             directories.make_with_parents(folder)
             target = os.path.join(folder, step_name(record.save.step) if published else record.save.name)
-            left |= directories.rename_directory(place, target) is Rename.TARGET_EXISTS
+            renamed = directories.rename_directory(place, target)
+            if renamed is Rename.TARGET_EXISTS and published:  # the root has another save of this step
+                directories.make_with_parents(superseded)
+                renamed = directories.rename_directory(place, os.path.join(superseded, record.save.name))
+            left |= renamed is Rename.TARGET_EXISTS
         for name, is_of_store in _OF_STORE.items() if not left else ():
             path = os.path.join(self._path, name)
             with contextlib.suppress(StorageError):  # the next owner tries again

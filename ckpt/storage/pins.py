@@ -38,11 +38,12 @@ def pin_step(root: str, step: int) -> None:
     try:
         for made in make_directories(root, _PINNED)[:-1]:
             fsync_directory(made)
-        files.create_exclusive(os.path.join(directory, step_name(step)), b"")
+        is_new = files.create_exclusive(os.path.join(directory, step_name(step)), b"")
         try:
             reader.check()
         except CheckpointNotFoundError:
-            unpin_step(root, step)
+            if is_new:
+                unpin_step(root, step)
             raise
     finally:
         reader.close()

@@ -5,6 +5,9 @@ very step whose state is changed then. So the record tells the token first, and 
 looked at again, before the second put. Either that look finds the claim of the later owner; or that owner, who looks
 for such records after its claim, finds this one, publishes the step again, and the second put fails. Without the second
 put, for whatever reason, the step is published as before.
+
+Pins of a step that is removed are looked at again after the first put, too: whoever pins a step looks at its record
+afterwards. So one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -26,23 +29,29 @@ __all__ = ["StateChanges"]
 
 
 class StateChanges:
-    """The changes of one root. Any thread. `published` returns the published steps."""
+    """The changes of one root. Any thread. `published` returns the published steps, `pinned` those that are pinned."""
 
     def __init__(
-        self, store: Store, records: Records, ownership: Ownership, published: Callable[[], dict[int, Record]]
+        self,
+        store: Store,
+        records: Records,
+        ownership: Ownership,
+        published: Callable[[], dict[int, Record]],
+        pinned: Callable[[], set[int]],
     ) -> None:
         self._store = store
         self._records = records
         self._ownership = ownership
         self._published = published
+        self._pinned = pinned
 
     def make(
         self, records: list[Record], state: State, token: int | None, failed: dict[int, str] | None = None
     ) -> list[Record]:
         """Change the state of published steps, and return the new records, without those that were changed meanwhile.
 
-        What the store does not let change is entered in `failed` instead of raised, if that is given. FencedError, with
-        the steps as they were, if `token` is not the owner's.
+        Steps that were pinned meanwhile are not removed. What the store does not let change is entered in `failed`
+        instead of raised, if that is given. FencedError, with the steps as they were, if `token` is not the owner's.
         """
 
         def change_all(records: list[Record], by: int | None) -> list[Record]:
@@ -61,6 +70,10 @@ class StateChanges:
         begun = change_all(records, token)
         if not begun or token is None:
             return begun
+        if state == "removed" and (pinned := self._pinned() & {each.save.step for each in begun}):
+            for each in (each for each in begun if each.save.step in pinned):
+                self._take_back(each)
+            begun = [each for each in begun if each.save.step not in pinned]
         try:
             self._ownership.check(token)
         except FencedError:

@@ -3,7 +3,8 @@
 A process may be stopped between its look at the token and a rename, while a later owner claims the root and continues
 the very step that is renamed then. So it is renamed to a name from which nothing deletes, and the token is looked at
 again, before the second rename. Either that look finds the claim of the later owner; or that owner, who looks for such
-names after its claim, finds this one, publishes the step again, and the second rename fails.
+names after its claim, finds this one, publishes the step again, and the second rename fails. Pins are looked at again,
+too, before the second rename: whoever pins a step looks afterwards whether it has its name.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class StepMoves:
             return target if self._rename(step, target) else None
         moving = self._moving(step, token)
         if not self._rename(step, moving):
+            return None
+        if step in pins.pinned_steps(self._root.path, fresh=True):  # whoever pins a step looks for it afterwards
+            self.back(moving)
             return None
         self._check_after(moving, token)
         try:

@@ -42,6 +42,7 @@ __all__ = ["StoreRoot", "store_root"]
 _KEEP_RECORDS_S = 3600.0
 _LEAST_LOOK_S = 0.2
 _LEASE_TIMEOUT_S = 5.0
+_ATTEMPTS = 10
 _NAMED_STEP = re.compile(r"(?P<root>.*[^/])/step_(?P<step>\d{8,18})")
 _OF_STEP = re.compile(r"(?P<root>.*)/saves/(?P<save>step_\d{8,18}-o\d+-[0-9a-f]{16})")
 
@@ -67,7 +68,7 @@ class StoreRoot(Root):
         self._store = store
         self._records = Records(store)
         self._copied = CopiedDirectories(store)
-        self._changes = StateChanges(store, self._records, self.ownership, self._published)
+        self._changes = StateChanges(store, self._records, self.ownership, self._published, self.pinned_steps)
         self._step = step
         self._removed_here: set[str] = set()  # saves whose objects are to be deleted
 
@@ -202,11 +203,15 @@ class StoreRoot(Root):
     def move_aside(self, step: int, token: int, why: Aside) -> str | None:
         """See `Root.move_aside`. Its objects stay where they are."""
         self.ownership.check(token)
-        record = self._record(step)
-        if record is None or not self._changes.make([record], why, token):
+        for _ in range(_ATTEMPTS):
+            record = self._record(step)
+            if record is not None and self._changes.make([record], why, token):
+                return self._store.place(record.prefix)
             self.ownership.check(token)
-            return None
-        return self._store.place(record.prefix)
+            if record is None:
+                break
+            # A late process of an earlier owner was faster, and may leave the step published: look again.
+        return None
 
     def remove_step(self, step: int, token: int | None = None) -> bool:
         """See `Root.remove_step`."""
@@ -225,7 +230,7 @@ class StoreRoot(Root):
     def retire_steps(
         self, steps: Sequence[int], token: int, plan: str | None = None, *, failed: dict[int, str]
     ) -> list[int]:
-        """See `Root.retire_steps`. Two lists for all, and a put for each."""
+        """See `Root.retire_steps`. Four lists for all, and two puts for each."""
         records = {each.save.step: each for each in self._records.known() if each.is_published}
         read = readers(self._store)
         pinned = self.pinned_steps()  # after the readers: whoever pins a step reads it until it is pinned
@@ -235,8 +240,8 @@ class StoreRoot(Root):
     def _retire(self, record: Record, token: int | None) -> bool:
         if record.save.name in readers(self._store, record.save.name) or record.save.step in self.pinned_steps():
             return False
-        self._remove([record], token)
-        return True
+        # If that changes nothing, another process has removed the step, or pinned it since.
+        return bool(self._remove([record], token)) or record.save.step not in self._published()
 
     def _remove(self, records: list[Record], token: int | None, failed: dict[int, str] | None = None) -> list[int]:
         """Remove steps, and return their numbers; without those that another process has changed meanwhile."""
@@ -254,12 +259,17 @@ class StoreRoot(Root):
 
     def pin_step(self, step: int) -> None:
         """See `Root.pin_step`."""
-        with self.hold_step(step, lease=True) as held:
-            self._store.put(f"pins/{step_name(step)}", b"")
+        record = self._existing(step)
+        with self._hold(record, lease=True, renewing=False) as held:
+            made = self._store.create(f"pins/{step_name(step)}", b"") is not None
             try:
                 held.check()
+                newest = self._records.of(record.save)
+                if newest is not None and newest.state == "removed":  # whoever removes it may not have seen the pin
+                    raise CheckpointNotFoundError(f"step {step} of {self.path} is being removed", step=step)
             except CheckpointNotFoundError:
-                self.unpin_step(step)
+                if made:
+                    self.unpin_step(step)
                 raise
 
     def unpin_step(self, step: int) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["Actor", "Violation", "explore"]
+__all__ = ["Actor", "Violation", "explore", "follow"]
 
 Acts = Iterable[tuple[str, Hashable, Hashable]]
 Actor = Callable[[Any, Any], Acts]
@@ -115,3 +115,41 @@ def explore(actors: Sequence[Actor], own: Sequence[Any], shared: Any, check: Cal
     """
     search = _Search(actors, check)
     return search.run(search.pack(own, shared))
+
+
+def follow(
+    actors: Sequence[Actor],
+    own: Sequence[Any],
+    shared: Any,
+    acts: Sequence[str],
+    silent: Callable[[str], bool],
+    extra: Callable[[str], bool],
+) -> str | None:
+    """Return why a sequence of acts is no path of the model; None if it is one.
+
+    Acts of the model that are `silent` may happen between two of them. Those of the sequence that are `extra` need not
+    be acts of the model.
+    """
+    search = _Search(actors, lambda _: None)
+    states = {search.pack(own, shared)}
+    for place, act in enumerate(acts):
+        reached = _silently(search, states, silent)
+        following = {after for state in reached for name, after in search.steps(state) if name == act}
+        if not following and not extra(act):
+            possible = sorted({name for state in reached for name, _ in search.steps(state) if not silent(name)})
+            before = "\n  ".join(acts[:place])
+            return f"the model has no {act!r} after:\n  {before}\nthere it has: {'; '.join(possible)}"
+        states = following | (reached if extra(act) else set())
+    return None
+
+
+def _silently(search: _Search, states: set[int], silent: Callable[[str], bool]) -> set[int]:
+    """The states that can be reached by silent acts."""
+    reached, new = set(states), list(states)
+    while new:
+        state = new.pop()
+        for name, after in search.steps(state):
+            if silent(name) and after not in reached:
+                reached.add(after)
+                new.append(after)
+    return reached

@@ -2,17 +2,18 @@
 
     trainers   look at the owner -> (it is dead: claim, adopt or abandon, release) -> restore -> claim -> decide ->
                save, save -> end
-    writers    coordinator: make the pending directory, look at the token, make the intent / every rank: make the
+    writers    coordinator: make the pending directory and the intent, look at the token / every rank: make the
                directory, write a file, then the part / coordinator: move newer steps aside, look at the token, rename /
-               remove older steps: look at the token, rename, look at what was renamed, delete it or keep it for the
-               next save
+               remove older steps: look at the token, rename, look at the token again, delete what was renamed or keep
+               it for the next save; if another owner is there, rename it back, as that one does
     a reader   open the newest step, read one file, then the other, look at intent.json
     crashes    of every trainer and every writer, before every act
     stalls     every process may wait for ever before every act; the leases of a live one may be taken for expired
 
 One act is one system call that others can see, or one look. `Setup` says how large; `Bug` breaks the protocol.
 Simplified: a job has one save in flight, and a writer ends with its save; what a rank writes is one file; the directory
-of an abandoned save is not made again (a rank that does so finds its record, and removes it).
+of an abandoned save is not made again (a rank that does so finds its record, and removes it); the claim of a restore
+is like that of a job. `steps_model` is about what these leave out, and about stores.
 """
 
 from __future__ import annotations

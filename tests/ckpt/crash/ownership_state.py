@@ -15,13 +15,13 @@ class Bug(enum.Enum):
     ADOPT_WITHOUT_CLAIM = "a restore decides about pending saves of a dead owner without claiming the root"
     CLAIM_ON_AN_OLD_VIEW = "a restore claims whatever token comes next, not that after the owner it has looked up"
     NO_LOOK_AT_PUBLISH = "the coordinator renames without looking at the token"
-    LOOK_BEFORE_MAKING = "the coordinator looks at the token before it makes the pending directory, not after"
+    LOOK_BEFORE_MAKING = "the coordinator looks at the token before it makes directory and intent, not after"
     VERIFY_BEFORE_READING = "a reader looks at intent.json before it reads, not after"
     OVERWRITE_WITH_INTENT = "files of a removed step are written over while its intent.json is still there"
     FENCED_WRITER_ABANDONS = "a writer that sees a newer token abandons its save"
     DECIDE_EVERYTHING = "an owner decides about pending saves of later owners, too"
     SUPERSEDE_FIRST = "an owner moves newer steps aside before it has a save to put in their place"
-    REMOVE_UNSEEN = "retention deletes what it has moved without looking whether it is the save that it listed"
+    REMOVE_UNSEEN = "retention deletes what it has moved without another look at the token"
 
 
 class Place(enum.IntEnum):
@@ -33,7 +33,7 @@ class Place(enum.IntEnum):
     ABANDONED = 3  # by a restore, or by a fenced writer
     GIVEN_UP = 4  # by its own trainer, by an owner that goes on from an older step, or because its step is there
     ASIDE = 5  # in .superseded
-    MOVED = 6  # on its way out: renamed by retention, and nothing deleted yet
+    MOVED = 6  # on its way out, or aside: renamed to a name from which nothing deletes
     RETIRED = 7  # may be taken by a save, which writes over its files
     DELETED = 8
 
@@ -110,9 +110,8 @@ class Root(NamedTuple):
         return next((number for number, d in self.having(Place.PENDING) if d.save == save), None)
 
     def misplaced(self) -> list[int]:
-        """Directories that an owner has moved out of the way which may not: they are of a later owner."""
-        moved = [*self.having(Place.MOVED), *self.having(Place.ASIDE)]
-        return [number for number, d in moved if self.saves[d.save].token > d.mover]
+        """Directories that an earlier owner has moved out of the way, without a look at the token since."""
+        return [number for number, d in self.having(Place.MOVED) if d.mover < self.top]
 
     def with_dir(self, number: int, d: Dir) -> Root:
         return self._replace(dirs=(*self.dirs[:number], d, *self.dirs[number + 1 :]))
@@ -126,8 +125,10 @@ class Root(NamedTuple):
 
     def put_back(self, number: int) -> Root:
         """Under its name again, unless that is taken meanwhile."""
-        taken = self.saves[self.dirs[number].save].step in self.published()
-        return self.moved(number, Place.ASIDE, self.top) if taken else self.moved(number, Place.PUBLISHED)
+        save = self.dirs[number].save
+        if self.saves[save].step in self.published():
+            return self.moved(number, Place.ASIDE)._replace(told=self.told - {save})
+        return self.moved(number, Place.PUBLISHED)
 
     def wrong(self, problem: str) -> Root:
         return self._replace(problem=self.problem or problem)
@@ -154,18 +155,22 @@ def check(root: Root) -> str | None:
     if root.problem:
         return root.problem
     steps: dict[int, int] = {}
+    moved = {d.save for _, d in root.having(Place.MOVED)}
     intact = {root.dirs[n].save for place in (Place.PUBLISHED, Place.MOVED, Place.ASIDE) for n, _ in root.having(place)}
     for save in root.told:
         if save not in intact:
             return f"save {save} was told to be published, and is neither there nor removed by a later owner"
         step = root.saves[save].step
+        if save in moved:
+            continue  # its owner, or the next one, finds that the step is another one by then
         if step in steps:
             return f"the saves {save} and {steps[step]} were both told to be published as step {step}"
         steps[step] = save
     numbers = [root.saves[d.save].step for _, d in root.having(Place.PUBLISHED)]
     if len(numbers) != len(set(numbers)):
         return f"two directories have the name of one step: {numbers}"
-    if not any(d.complete for place in (Place.PUBLISHED, Place.PENDING, Place.ASIDE) for _, d in root.having(place)):
+    places = (Place.PUBLISHED, Place.PENDING, Place.ASIDE, Place.MOVED)
+    if not any(d.complete for place in places for _, d in root.having(place)):
         return "no whole step is left"
     return None
 
@@ -177,6 +182,6 @@ def check_without_crashes(root: Root) -> str | None:
     steps aside then, and does not publish its own.
     """
     there = any(d.complete for place in (Place.PUBLISHED, Place.PENDING) for _, d in root.having(place))
-    if not there and not root.misplaced():
+    if not there and not any(root.having(Place.MOVED)):
         return "no step is left that a start could find"
     return check(root)

@@ -132,7 +132,7 @@ class Writers:
         others = self._others(job, root) if Bug.SUPERSEDE_FIRST in self.bugs else []
         if others:
             number = root.published()[max(others)]
-            after = self.superseded(root.moved(number, Place.ASIDE, job.token), root.dirs[number].save, number)
+            after = self.superseded(root.moved(number, Place.ASIDE), root.dirs[number].save)
             yield f"moves step {max(others)} aside at once", job, after
         elif Bug.LOOK_BEFORE_MAKING not in self.bugs:
             yield self._make(job, root, "made")
@@ -142,7 +142,7 @@ class Writers:
             yield "is fenced", job.with_writer(0, "fenced"), root
 
     def _writer_early(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
-        yield self._make(job, root, "looked")
+        yield self._make(job, root, "made")
 
     def _make(self, job: Job, root: Root, then: str) -> tuple[str, Job, Root]:
         save = self.save_of(job)
@@ -151,24 +151,29 @@ class Writers:
         return "makes the pending directory", job.with_writer(0, then), self._made(root, save)
 
     def _writer_made(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
-        if root.top == job.token:
-            yield "looks at the token", job.with_writer(0, "looked"), root
+        number = root.pending_of(self.save_of(job))
+        if number is None:
+            yield "finds its save decided", job.with_writer(0, "idle"), root
         else:
+            d = root.dirs[number]._replace(intent=self.save_of(job))
+            then = "joins" if Bug.LOOK_BEFORE_MAKING in self.bugs else "begun"
+            yield "makes the intent", job.with_writer(0, then), root.with_dir(number, d)
+
+    def _writer_begun(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
+        """A fenced save is removed again: its part of rank 0 is not there, so that no owner has published it."""
+        number = root.pending_of(self.save_of(job))
+        if root.top == job.token:
+            yield "looks at the token", job.with_writer(0, "joins"), root
+        elif number is None or Bug.FENCED_WRITER_ABANDONS in self.bugs:
             yield from self._is_fenced(job, root)
+        else:
+            yield "is fenced, and removes its save", job.with_writer(0, "fenced"), root.moved(number, Place.DELETED)
 
     def _is_fenced(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
         number = root.pending_of(self.save_of(job))
         if number is not None and Bug.FENCED_WRITER_ABANDONS in self.bugs:
             root = root.moved(number, Place.ABANDONED)
         yield "is fenced", job.with_writer(0, "fenced"), root
-
-    def _writer_looked(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
-        number = root.pending_of(self.save_of(job))
-        if number is None:
-            yield "finds its save decided", job.with_writer(0, "idle"), root
-        else:
-            d = root.dirs[number]._replace(intent=self.save_of(job))
-            yield "makes the intent", job.with_writer(0, "joins"), root.with_dir(number, d)
 
     # -- the coordinator's: publish ------------------------------------------------------------------------------------
 
@@ -202,28 +207,42 @@ class Writers:
             yield from self._is_fenced(job, root)
 
     def _writer_moves(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
+        """Whatever has the name of the step is moved, perhaps by a writer that has been fenced meanwhile."""
         step, listed = job.listed
         number = root.published().get(step)
         if number is None:
             yield f"finds no step {step}", job.with_writer(0, "waits")._replace(listed=(-1, -1)), root
         else:
-            after = self.superseded(root.moved(number, Place.ASIDE, job.token), listed, number)
-            yield f"moves step {step} aside", job.with_writer(0, "checks")._replace(listed=(number, listed)), after
+            moves = job.with_writer(0, "checks")._replace(listed=(number, listed))
+            yield f"renames step {step} out of the way", moves, root.moved(number, Place.MOVED, job.token)
 
     def _writer_checks(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
-        number, listed = job.listed
-        job = job.with_writer(0, "waits")._replace(listed=(-1, -1))
-        d = root.dirs[number]
-        if d.save != listed and d.place is Place.ASIDE:
-            yield f"has moved save {d.save}, not {listed}, and puts it back", job, root.put_back(number)
+        if root.top == job.token:
+            yield "looks at the token again", job.with_writer(0, "settles"), root
         else:
-            yield "finds that it was the one listed", job, root
+            yield "is fenced, and puts the step back", *self._back(job, root)
+
+    def _back(self, job: Job, root: Root) -> tuple[Job, Root]:
+        number, _ = job.listed
+        mine = root.dirs[number].place is Place.MOVED and root.dirs[number].mover == job.token
+        return job.with_writer(0, "fenced")._replace(listed=(-1, -1)), root.put_back(number) if mine else root
+
+    def _writer_settles(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
+        number, _ = job.listed
+        d = root.dirs[number]
+        after = job.with_writer(0, "waits")._replace(listed=(-1, -1))
+        if d.place is Place.MOVED and d.mover == job.token:
+            yield f"moves save {d.save} aside", after, self.superseded(root.moved(number, Place.ASIDE), d.save)
+        else:
+            yield "finds it put back", after, root
 
     def _writer_commits(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
         save = self.save_of(job)
         number, step = root.pending_of(save), root.saves[save].step
         if number is None:
             yield "finds its save decided", job.with_writer(0, "idle"), self._learns(root, save)
+        elif step in root.published() and root.saves[root.dirs[root.published()[step]].save].token < job.token:
+            yield f"finds step {step} put back", job.with_writer(0, "waits"), root
         elif step in root.published():
             after = root.moved(number, Place.GIVEN_UP)
             if self.is_foreign(root, root.published()[step], job):
@@ -259,23 +278,28 @@ class Writers:
         if number is None:
             yield f"finds no step {step}", job.with_writer(0, "keeps")._replace(listed=(-1, -1)), root
         else:
-            after = self.superseded(root.moved(number, Place.MOVED, job.token), listed, number)
             removes = job.with_writer(0, "inspects")._replace(listed=(number, listed))
-            yield f"renames step {step} out of the way", removes, after
+            yield f"renames step {step} out of the way", removes, root.moved(number, Place.MOVED, job.token)
 
-    def superseded(self, root: Root, listed: int, number: int) -> Root:
+    def superseded(self, root: Root, save: int) -> Root:
         """What is moved by a later owner, or by its own, is no longer told to be there."""
-        return root._replace(told=root.told - {listed}) if root.dirs[number].save == listed else root
+        return root._replace(told=root.told - {save})
 
     def _writer_inspects(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
+        if root.top == job.token or Bug.REMOVE_UNSEEN in self.bugs:
+            yield "looks at the token again", job.with_writer(0, "deletes"), root
+        else:
+            yield "is fenced, and puts the step back", *self._back(job, root)
+
+    def _writer_deletes(self, job: Job, root: Root) -> Iterator[tuple[str, Job, Root]]:
         number, listed = job.listed
         job = job.with_writer(0, "keeps")._replace(listed=(-1, -1))
         d = root.dirs[number]
-        if d.place is not Place.MOVED:
+        if d.place is not Place.MOVED or d.mover != job.token:
             yield "finds it put back", job, root
-        elif d.save != listed and Bug.REMOVE_UNSEEN not in self.bugs:
-            yield f"has moved save {d.save}, not {listed}, and puts it back", job, root.put_back(number)
-        elif self.reuse:
+            return
+        root = self.superseded(root, listed)
+        if self.reuse:
             for earlier, _ in list(root.having(Place.RETIRED)):
                 root = root.moved(earlier, Place.DELETED)
             intent = d.intent if Bug.OVERWRITE_WITH_INTENT in self.bugs else -1

@@ -8,9 +8,10 @@ from tests.support.selection import FULL
 _MODELS = {
     "three ranks": Model(world=3, epochs=1, crashes=1),
     "two epochs": Model(world=2, epochs=2, crashes=1),
-    "two saves": Model(world=2, epochs=1, steps=2, crashes=2),
+    "two saves": Model(world=2, epochs=1, steps=2, crashes=1),
 }
 _LARGE = {
+    "two saves, two crashes": Model(world=2, epochs=1, steps=2, crashes=2),
     "three ranks, three crashes": Model(world=3, epochs=1, crashes=3),
     "two epochs, two crashes": Model(world=2, epochs=2, crashes=2),
     "three ranks, two epochs": Model(world=3, epochs=2, crashes=2),

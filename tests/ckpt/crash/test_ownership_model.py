@@ -12,10 +12,11 @@ from tests.support.selection import FULL
 _SETUPS = {
     "two ranks": Setup(),
     "two ranks that only stall": Setup(saves=2, crashes=False),
-    "an incomplete save is left": Setup(ranks=1, left="incomplete"),
+    "an incomplete save is left, jobs only stall": Setup(ranks=1, left="incomplete", crashes=False),
     "a reader": Setup(ranks=1, reader=True, reuse=True),
 }
 _LARGE = {
+    "an incomplete save is left": Setup(ranks=1, left="incomplete"),
     "two ranks, a complete save is left": Setup(left="complete"),
     "two ranks, a reader": Setup(reader=True, reuse=True),
     "two ranks, any step": Setup(steps=2, any_step=True, left="incomplete"),
