@@ -53,7 +53,6 @@ SAME_CLASSES = {
     "Failed": 2,
     "Keep": 2,
     "LazyTensor": 2,
-    "Leaf": 2,
     "MaxActiveWorldSize": 2,
     "MemoryTier": 2,
     "Phase": 2,
@@ -69,8 +68,6 @@ SAME_CLASSES = {
     "Slots": 2,
     "Span": 2,
     "Store": 2,
-    "TensorLeaf": 2,
-    "ValueLeaf": 2,
     "Writer": 3,
 }
 
