@@ -52,7 +52,6 @@ SAME_CLASSES = {
     "Event": 3,
     "Failed": 2,
     "Keep": 2,
-    "LazyTensor": 2,
     "MaxActiveWorldSize": 2,
     "MemoryTier": 2,
     "Phase": 2,
