@@ -56,7 +56,6 @@ SAME_CLASSES = {
     "MemoryTier": 2,
     "Phase": 2,
     "Place": 2,
-    "Problem": 2,
     "Published": 2,
     "RankFilter": 2,
     "Record": 2,
