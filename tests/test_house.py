@@ -55,8 +55,6 @@ SAME_CLASSES = {
     "MaxActiveWorldSize": 2,
     "MemoryTier": 2,
     "Phase": 2,
-    "Place": 2,
-    "Published": 2,
     "RankFilter": 2,
     "Record": 2,
     "Region": 2,
