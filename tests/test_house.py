@@ -47,7 +47,6 @@ SAME_CLASSES = {
     "Attach": 2,
     "Change": 2,
     "Claim": 2,
-    "Contents": 2,
     "Deadline": 2,
     "Event": 3,
     "Failed": 2,
