@@ -44,7 +44,6 @@ SAME_MODULES = {
 SAME_CLASSES = {
     "Abort": 2,
     "Address": 2,
-    "Attach": 2,
     "Claim": 2,
     "Deadline": 2,
     "Event": 3,

@@ -2,7 +2,7 @@
 
     to a monitor, from the process that starts it    WatchRank or ServeRanks; answered by Started or Failed
       from a rank's wrapper, on the same channel     Connect, IterationStart, Progress, ...; not answered
-    to a monitor's socket, from a rank               Init, Attach, then Confirm
+    to a monitor's socket, from a rank               Init, AttachBoard, then Confirm
       from another monitor                           QueryStanding
     to a monitor's control socket, from a launcher   SetCycle, CloseConnection, Shutdown
     to a launcher's inbox, from a rank               InboxItem
@@ -24,7 +24,7 @@ from inprocess.rank_environment import scheduled_ranks
 
 __all__ = [
     "CODEC",
-    "Attach",
+    "AttachBoard",
     "CloseConnection",
     "Confirm",
     "Connect",
@@ -230,7 +230,7 @@ class Init:
 
 
 @dataclass(frozen=True, slots=True)
-class Attach:
+class AttachBoard:
     """A rank's second message, with the descriptor of its board."""
 
 
@@ -290,7 +290,7 @@ Message = (
     | EnableTimeouts
     | Leaving
     | Init
-    | Attach
+    | AttachBoard
     | Confirm
     | QueryStanding
     | CloseConnection

@@ -1,7 +1,7 @@
 """A socket to which the ranks of a launcher connect, and the session of one of them.
 
-    connection   NEW ──Init──▶ WAITING ──no session──▶ GREETED ──Attach──▶ WATCHED
-                    │                                      └──── ends ──────┴──▶ the session ends; the next may begin
+    connection   NEW ──Init──▶ WAITING ──no session──▶ GREETED ──AttachBoard──▶ WATCHED
+                    │                                      └──── ends ───────────┴──▶ the session ends; the next may begin
                     └──QueryStanding──▶ answered, and closed
 
 One rank has a session at a time, and only the end of its connection or of its process, whichever is seen first, ends
@@ -241,7 +241,7 @@ class RankSocket:
                 if not again:
                     self._replace_others_of(connection)
                 self._begin_session()
-            case messages.Attach() if phase is _Phase.GREETED and packet.fds and session is not None:
+            case messages.AttachBoard() if phase is _Phase.GREETED and packet.fds and session is not None:
                 self._attach(connection, session, packet.fds[0])
             case messages.Confirm(events) if phase is _Phase.WATCHED and session is not None:
                 self._confirm(connection, session, events)
