@@ -47,7 +47,6 @@ SAME_CLASSES = {
     "Claim": 2,
     "Deadline": 2,
     "Event": 3,
-    "Failed": 2,
     "Keep": 2,
     "MaxActiveWorldSize": 2,
     "MemoryTier": 2,

@@ -304,5 +304,5 @@ def _ask(end: socket.socket, message: messages.Message, fds: tuple[int, ...] = (
     if isinstance(answer, messages.Ok):
         return answer.values
     raise LinkError(
-        answer.cause if isinstance(answer, messages.Failed) else f"unexpected answer {type(answer).__name__}"
+        answer.cause if isinstance(answer, messages.RequestFailed) else f"unexpected answer {type(answer).__name__}"
     )

@@ -1,14 +1,14 @@
 """The messages between monitor processes, the ranks they watch, the wrapper and the launcher.
 
-    to a monitor, from the process that starts it    WatchRank or ServeRanks; answered by Started or Failed
+    to a monitor, from the process that starts it    WatchRank or ServeRanks; answered by Started or RequestFailed
       from a rank's wrapper, on the same channel     Connect, IterationStart, Progress, ...; not answered
     to a monitor's socket, from a rank               Init, AttachBoard, then Confirm
       from another monitor                           QueryStanding
     to a monitor's control socket, from a launcher   SetCycle, CloseConnection, Shutdown
     to a launcher's inbox, from a rank               InboxItem
 
-Each is one packet (see `inprocess.ipc.packets`). Requests to a socket are answered by Ok or Failed. A rank never waits
-until its monitor reads.
+Each is one packet (see `inprocess.ipc.packets`). Requests to a socket are answered by Ok or RequestFailed. A rank never
+waits until its monitor reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ __all__ = [
     "DisableSiblingMonitor",
     "DisableTimeouts",
     "EnableTimeouts",
-    "Failed",
     "InboxItem",
     "Init",
     "IterationStart",
@@ -42,6 +41,7 @@ __all__ = [
     "Progress",
     "QueryStanding",
     "RankInfo",
+    "RequestFailed",
     "ServeRanks",
     "SetCycle",
     "Shutdown",
@@ -142,7 +142,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RequestFailed:
     """The answer to what did not work."""
 
     cause: str
@@ -279,7 +279,7 @@ Message = (
     WatchRank
     | ServeRanks
     | Started
-    | Failed
+    | RequestFailed
     | Ok
     | Shutdown
     | Connect

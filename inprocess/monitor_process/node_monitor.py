@@ -184,7 +184,7 @@ class NodeMonitor:
             case messages.Shutdown():
                 self._end()
             case _:
-                return messages.Failed(f"unexpected message {type(message).__name__} on the control socket")
+                return messages.RequestFailed(f"unexpected message {type(message).__name__} on the control socket")
         return messages.Ok()
 
     # -- the worker of a launcher that dies ----------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class NodeMonitor:
         try:
             worker = WatchedProcess(pid)
         except OSError as error:
-            return messages.Failed(f"process {pid}: {error}")
+            return messages.RequestFailed(f"process {pid}: {error}")
         if self._worker is not None:
             self._worker.close()
         self._worker = worker

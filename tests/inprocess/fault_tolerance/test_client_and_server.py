@@ -528,7 +528,7 @@ def test_a_descriptor_that_is_no_board_is_refused(node: Node) -> None:
         send(end, CODEC, messages.AttachBoard(), (fd,))
         os.close(fd)
         answer = receive(end, CODEC).message
-        assert isinstance(answer, messages.Failed)
+        assert isinstance(answer, messages.RequestFailed)
         assert "not that of a board" in answer.cause
     assert os.stat(node.path).st_mode & 0o777 == 0o600
 
