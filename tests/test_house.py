@@ -46,7 +46,7 @@ SAME_CLASSES = {
     "Address": 2,
     "Claim": 2,
     "Deadline": 2,
-    "Event": 3,
+    "Event": 2,
     "Keep": 2,
     "MaxActiveWorldSize": 2,
     "MemoryTier": 2,
