@@ -45,7 +45,6 @@ SAME_CLASSES = {
     "Abort": 2,
     "Address": 2,
     "Claim": 2,
-    "Deadline": 2,
     "Event": 2,
     "Keep": 2,
     "MaxActiveWorldSize": 2,
