@@ -57,7 +57,6 @@ SAME_CLASSES = {
     "Retained": 2,
     "Settings": 2,
     "Slots": 2,
-    "Span": 2,
     "Store": 2,
     "Writer": 3,
 }
