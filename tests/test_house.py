@@ -53,7 +53,6 @@ SAME_CLASSES = {
     "RankFilter": 2,
     "Record": 2,
     "Region": 2,
-    "Request": 2,
     "Retained": 2,
     "Settings": 2,
     "Slots": 2,

@@ -31,7 +31,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
-from inprocess.coordination.etcd_gateway import EtcdCluster, EtcdGateway, Request, address_towards
+from inprocess.coordination.etcd_gateway import EtcdCluster, EtcdGateway, EtcdRequest, address_towards
 from inprocess.coordination.etcd_messages import (
     Answers,
     Entry,
@@ -163,7 +163,7 @@ class EtcdClient(CompatibleVerbs):
         return ()
 
     def _get(self, call: VerbCall) -> tuple[bytes, ...]:
-        def look(request: Request) -> _Look[tuple[bytes, ...]]:
+        def look(request: EtcdRequest) -> _Look[tuple[bytes, ...]]:
             found: list[bytes] = []
             for batch in _batches(call.names, _OPS):
                 answers = self._read(request, call.guard, [read(self._content(key)) for key in batch])
@@ -237,7 +237,7 @@ class EtcdClient(CompatibleVerbs):
     def _wait_size(self, call: VerbCall) -> tuple[bytes, ...]:
         (name,), size = call.names, number(call.values[0])
 
-        def look(request: Request) -> _Look[tuple[bytes, ...]]:
+        def look(request: EtcdRequest) -> _Look[tuple[bytes, ...]]:
             answers = self._read(request, call.guard, [read(self._range("s", f"{name}\0"), count_only=True)])
             if answers.count(0) >= size:
                 return _Look(0, (pack_number(answers.count(0)),))
@@ -271,12 +271,12 @@ class EtcdClient(CompatibleVerbs):
     # -- transactions --------------------------------------------------------------------------------------------------
 
     def _transact(
-        self, request: Request, compare: list[Message], then: list[Message], otherwise: list[Message]
+        self, request: EtcdRequest, compare: list[Message], then: list[Message], otherwise: list[Message]
     ) -> Answers:
         document = {"compare": compare, "success": then, "failure": otherwise}
         return Answers(self._gateway.post(request, "/v3/kv/txn", document))
 
-    def _read(self, request: Request, guard: Guard, reads: list[Message]) -> Answers:
+    def _read(self, request: EtcdRequest, guard: Guard, reads: list[Message]) -> Answers:
         """Read at one revision. StaleViewError if the guard does not hold then."""
         answers = self._transact(request, [], [*reads, read(KeyRange(self._name("k", guard.key, "")))], [])
         _require(guard, answers.entries(len(reads)))
@@ -306,7 +306,7 @@ class EtcdClient(CompatibleVerbs):
         guard_range = KeyRange(self._name("k", guard.key, ""))
         guarded = [condition(guard_range, "VALUE", guard.value)] if guard.key else []
 
-        def change(request: Request, slot: _Slot) -> Answers | None:
+        def change(request: EtcdRequest, slot: _Slot) -> Answers | None:
             mark = KeyRange(self._name("m", self._id, str(slot.number)))
             then = [*ops, self._put("m", self._id, str(slot.number), serial)]
             while True:
@@ -329,12 +329,12 @@ class EtcdClient(CompatibleVerbs):
         with self._slots.one() as slot:
             return self._gateway.run(lambda request: change(request, slot))
 
-    def _await(self, look: Callable[[Request], _Look[_T]], call: VerbCall) -> _T:
+    def _await(self, look: Callable[[EtcdRequest], _Look[_T]], call: VerbCall) -> _T:
         """Call `look` after every change until it finds what is waited for; return that."""
         limit_s, guard = self._limit(call.timeout).total_seconds(), call.guard
         deadline = time.monotonic() + limit_s
 
-        def wait(request: Request) -> _T:
+        def wait(request: EtcdRequest) -> _T:
             while True:
                 found = look(request)
                 if found.missing is None:
@@ -350,7 +350,7 @@ class EtcdClient(CompatibleVerbs):
 
     # -- the lease -----------------------------------------------------------------------------------------------------
 
-    def _make_lease(self, request: Request) -> None:
+    def _make_lease(self, request: EtcdRequest) -> None:
         try:
             self._gateway.post(request, "/v3/lease/grant", {"ID": str(self._lease), "TTL": str(_LEASE_S)})
         except StoreError as error:
@@ -379,7 +379,7 @@ class EtcdClient(CompatibleVerbs):
                 if self.lost:
                     return
 
-    def _renew_lease(self, request: Request) -> None:
+    def _renew_lease(self, request: EtcdRequest) -> None:
         answer = self._gateway.post(request, "/v3/lease/keepalive", {"ID": str(self._lease)})
         if int(answer.get("TTL", 0)) <= 0:
             raise StoreError(f"the lease of job {self.job!r} has expired: no process renewed it for {_LEASE_S} s")
