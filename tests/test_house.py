@@ -54,7 +54,6 @@ SAME_CLASSES = {
     "Record": 2,
     "Region": 2,
     "Retained": 2,
-    "Settings": 2,
     "Slots": 2,
     "Store": 2,
     "Writer": 3,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpt.arguments import in_seconds
 from ckpt.async_calls import AsyncCallsQueue
-from ckpt.engine.settings import Settings
+from ckpt.engine.settings import CheckpointerSettings
 from ckpt.exporting.background import BackgroundExports
 from ckpt.keeper.lingering import LingeringMemory
 from ckpt.keeper.takeover import Job
@@ -39,7 +39,7 @@ class Parts:
     `keeper` forks all their workers; only the writers of a queue that is shared are of another one.
     """
 
-    settings: Settings
+    settings: CheckpointerSettings
     keeper: Keeper
     root: Root
     ranks: Ranks
@@ -52,7 +52,7 @@ class Parts:
     reuses_files: bool
 
     @classmethod
-    def of(cls, root: str | os.PathLike[str], settings: Settings) -> Parts:
+    def of(cls, root: str | os.PathLike[str], settings: CheckpointerSettings) -> Parts:
         """Make the parts; nothing is written, and no process started. ValueError, TypeError, StorageError."""
         timeout_s, staging, snapshots = settings.timeout_s, settings.staging, settings.snapshots
         if not isinstance(root, str | os.PathLike):
@@ -98,7 +98,7 @@ class Parts:
         return Tiers(self.root, mirror, self.packs, self.saver.memory_tier)
 
 
-def _mirror(root: Root, settings: Settings, keeper: Keeper) -> tuple[Root | None, BackgroundMirror | None]:
+def _mirror(root: Root, settings: CheckpointerSettings, keeper: Keeper) -> tuple[Root | None, BackgroundMirror | None]:
     mirror = settings.mirror
     if mirror is None:
         return None, None

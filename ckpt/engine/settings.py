@@ -17,11 +17,11 @@ from ckpt.storage.interface import Root
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Settings"]
+__all__ = ["CheckpointerSettings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class CheckpointerSettings:
     """The options of a `Checkpointer`, as `Parts.of` takes them. TypeError or ValueError for those that are invalid."""
 
     keep: Keep | None
