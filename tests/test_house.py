@@ -44,7 +44,6 @@ SAME_MODULES = {
 SAME_CLASSES = {
     "Abort": 2,
     "Address": 2,
-    "Claim": 2,
     "Event": 2,
     "Keep": 2,
     "MaxActiveWorldSize": 2,
@@ -54,7 +53,6 @@ SAME_CLASSES = {
     "Record": 2,
     "Region": 2,
     "Retained": 2,
-    "Slots": 2,
     "Store": 2,
     "Writer": 3,
 }
