@@ -45,9 +45,9 @@ from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.monitor_process.supervised import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
-from inprocess.phases import Phase
 from inprocess.process_state import handler_errors_logged, reset_libraries
 from inprocess.progress_watchdog import ProgressWatchdog
+from inprocess.protocol_phases import Phase
 from inprocess.repetition import SECONDS, FaultBounds, FaultHistory, FaultLimits
 from inprocess.settings import Settings
 from inprocess.state import Mode, State

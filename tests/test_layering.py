@@ -58,7 +58,7 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     | {"process_state", "rank_environment", "settings", "tools"},
     {"torn_locks", "waiting"},
     {"leftovers", "unblock"},
-    {"blame", "coordination", "events", "phases", "progress_watchdog", "reasons", "repetition", "state"},
+    {"blame", "coordination", "events", "progress_watchdog", "protocol_phases", "reasons", "repetition", "state"},
     {"reports", "roster"},
     {"agreement"},
     {"absent", "joining"},

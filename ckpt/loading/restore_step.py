@@ -40,7 +40,7 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
-from ckpt.ranks.group import Alone, Group, Phase
+from ckpt.ranks.group import Alone, CollectivePhase, Group
 from ckpt.storage.dtypes import torch_dtype_name
 from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.step_source import StepSource
@@ -200,7 +200,7 @@ class _Attempt:
         self._reading = False
         self._filled: frozenset[Path] | None = None  # from memory, once that was tried
 
-    def phase(self, action: str) -> AbstractContextManager[Phase]:
+    def phase(self, action: str) -> AbstractContextManager[CollectivePhase]:
         """Run one phase of the attempt; see `Group.all_or_none`."""
         return self._ranks.all_or_none(action, self._step)
 
