@@ -46,7 +46,6 @@ SAME_CLASSES = {
     "Event": 2,
     "Keep": 2,
     "MaxActiveWorldSize": 2,
-    "MemoryTier": 2,
     "RankFilter": 2,
     "Record": 2,
     "Region": 2,

@@ -34,13 +34,13 @@ from ckpt.storage.names import parse_save_name
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["Candidates", "MemoryTier", "Tiers", "Undecided", "candidates", "restore"]
+__all__ = ["Candidates", "StepsInMemory", "Tiers", "Undecided", "candidates", "restore"]
 
 _log = logging.getLogger("ckpt")
 _MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
 
 
-class MemoryTier(Protocol):
+class StepsInMemory(Protocol):
     """Steps that ranks hold in memory, whether they are published or not."""
 
     def offer(self, ranks: Group) -> bytes:
@@ -76,7 +76,7 @@ class Tiers:
     root: Root
     mirror: Root | None = None
     packs: NodePacks | None = None
-    memory: MemoryTier | None = None
+    memory: StepsInMemory | None = None
     left: frozenset[str] = frozenset()
 
     def without_memory(self) -> Tiers:
@@ -313,7 +313,7 @@ def _left(tiers: Tiers, found: Candidates, report: RestoreReport, ranks: Group) 
 
 
 @contextlib.contextmanager
-def _held(candidate: Candidate, hold: StepHold, ranks: Group, held: MemoryTier | None) -> Iterator[HeldSource]:
+def _held(candidate: Candidate, hold: StepHold, ranks: Group, held: StepsInMemory | None) -> Iterator[HeldSource]:
     """Hold a step on all ranks, and raise `_RemovedError` on all of them for an error caused by its removal."""
     if candidate.save is not None and held is not None:
         yield _InMemory(held, candidate.save, ranks)
@@ -332,7 +332,7 @@ def _held(candidate: Candidate, hold: StepHold, ranks: Group, held: MemoryTier |
 class _InMemory:
     """A step in memory while it is read."""
 
-    tier: MemoryTier
+    tier: StepsInMemory
     save: str
     ranks: Group
     is_node_local: bool = False
