@@ -49,7 +49,6 @@ SAME_CLASSES = {
     "RankFilter": 2,
     "Record": 2,
     "Region": 2,
-    "Retained": 2,
     "Store": 2,
     "Writer": 3,
 }
