@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Self
 
-from inprocess.coordination.connection import ClientConnection, RefusedError
+from inprocess.coordination.frame_stream import ClientConnection, RefusedError
 from inprocess.coordination.store_compat import CompatibleVerbs
 from inprocess.coordination.verbs import StoreVerbs, VerbCall
 from inprocess.coordination.wire import Access, Frame, Op, WireError, encode, pack_number
