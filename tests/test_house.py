@@ -24,7 +24,6 @@ ROLES = {"errors", "events", "interface", "messages", "options", "settings", "wo
 SAME_MODULES = {
     "background": 2,
     "config": 2,
-    "files": 2,
     "leftovers": 2,
     "memory": 2,
     "neighbors": 2,
@@ -33,7 +32,6 @@ SAME_MODULES = {
     "removal": 2,
     "rendezvous": 2,
     "replicas": 2,
-    "state": 2,
     "stores": 3,
     "waiting": 2,
 }

@@ -16,8 +16,8 @@ import numpy as np
 
 from ckpt.errors import ConversionError
 from ckpt.exporting.options import ExportForm
+from ckpt.formats.lazy_state import Blocks, NewTensor
 from ckpt.formats.leaves import StepLeaf, StepTensor, StepValue, dotted, tensor_leaves, value_leaves
-from ckpt.formats.state import Blocks, NewTensor
 from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import Path

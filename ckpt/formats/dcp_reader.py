@@ -12,9 +12,9 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.formats.dcp_metadata import Chunk, ChunkedTensor, Metadata, Span, read_metadata
-from ckpt.formats.files import file_in, file_size, read_box, read_bytes
+from ckpt.formats.foreign_files import file_in, file_size, read_box, read_bytes
+from ckpt.formats.lazy_state import Bytes, FileTensor, LazyState, ReadBox, UnsafeError, check_dtype
 from ckpt.formats.pickles import find_tensor
-from ckpt.formats.state import Bytes, FileTensor, LazyState, ReadBox, UnsafeError, check_dtype
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 

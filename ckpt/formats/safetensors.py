@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, ConversionError
-from ckpt.formats.files import NewDirectory, file_in, file_size, foreign_file, read_box, read_bytes
-from ckpt.formats.state import FileTensor, LazyState, NewTensor
+from ckpt.formats.foreign_files import NewDirectory, file_in, file_size, foreign_file, read_box, read_bytes
+from ckpt.formats.lazy_state import FileTensor, LazyState, NewTensor
 from ckpt.storage.array_metadata import MAX_DIMENSIONS
 from ckpt.storage.dtypes import stored
 from ckpt.storage.files import storage_errors

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from ckpt.errors import CheckpointCorruptError, ConversionError, StateError
-from ckpt.formats.files import file_size, read_box, read_bytes
+from ckpt.formats.foreign_files import file_size, read_box, read_bytes
+from ckpt.formats.lazy_state import Bytes, FileTensor, LazyState, ReadBox, UnsafeError, check_dtype
 from ckpt.formats.pickles import check_archive
-from ckpt.formats.state import Bytes, FileTensor, LazyState, ReadBox, UnsafeError, check_dtype
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import flatten

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from ckpt.formats.detection import kind_of
-from ckpt.formats.files import check_outside, foreign_file
+from ckpt.formats.foreign_files import check_outside, foreign_file
+from ckpt.formats.lazy_state import FileTensor, LazyState
 from ckpt.formats.leaves import StepTensor, same_value, tensor_leaves
 from ckpt.formats.safetensors import open_directory, open_file
-from ckpt.formats.state import FileTensor, LazyState
 from ckpt.formats.step_writer import write_step
 from ckpt.loading.fetch import Fetch
 from ckpt.paths import Path, display
