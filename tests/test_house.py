@@ -24,7 +24,6 @@ ROLES = {"errors", "events", "interface", "messages", "options", "settings", "wo
 SAME_MODULES = {
     "background": 2,
     "config": 2,
-    "leftovers": 2,
     "memory": 2,
     "neighbors": 2,
     "process": 3,
