@@ -25,7 +25,6 @@ SAME_MODULES = {
     "background": 2,
     "config": 2,
     "memory": 2,
-    "neighbors": 2,
     "process": 3,
     "records": 2,
     "removal": 2,

@@ -29,7 +29,7 @@ from inprocess.ipc.wakeup import Wakeup
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.device_health import DeviceHealth
 from inprocess.monitor_process.messages import CODEC, MonitorChannel, RankInfo, ServeRanks, Started
-from inprocess.monitor_process.neighbors import NeighborMonitors, OnAnswers
+from inprocess.monitor_process.neighbor_monitors import NeighborMonitors, OnAnswers
 from inprocess.monitor_process.rank_socket import RankSocket
 from inprocess.monitor_process.session import SessionServices
 from inprocess.monitor_process.state_machine import RankMonitorStateMachine, RestarterLog
