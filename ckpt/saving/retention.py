@@ -261,7 +261,7 @@ def retain(
     *,
     held: Collection[str] = (),
 ) -> RetentionReport:
-    """Remove superfluous steps, and tell which: their files are deleted later (see `removal`).
+    """Remove superfluous steps, and tell which: their files are deleted later (see `remover`).
 
     Never removes a step that is pinned or being read, one that was published as a save in `held`, nor anything from
     `newest` on. `plan` is the digest of the plan that the next save is likely to have. For the owner: FencedError if
