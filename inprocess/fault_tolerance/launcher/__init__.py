@@ -11,7 +11,7 @@
         survivors        policy "in-process": workers that go on when others have failed
         open_calls       which workers are in a call of the wrapper, and have failed if they end
         inboxes          signals to the launcher, and requests of ranks (FT_LAUNCHER_IPC_SOCKET)
-      rendezvous         which nodes are in the next cycle: torch's handlers, adapted for restarts
+      rendezvous_rounds  which nodes are in the next cycle: torch's handlers, adapted for restarts
         meeting          what the nodes of one cycle tell each other, in the store of the rendezvous
         node_table       the workers of each node, there
         bounded_store    the store, in operations that end although its host does not answer

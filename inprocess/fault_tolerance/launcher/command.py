@@ -22,7 +22,7 @@ from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
-from inprocess.fault_tolerance.launcher.rendezvous import Rounds, rounds_of
+from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds, rounds_of
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 
 __all__ = ["run"]
