@@ -26,7 +26,6 @@ SAME_MODULES = {
     "config": 2,
     "memory": 2,
     "process": 3,
-    "stores": 3,
     "waiting": 2,
 }
 

@@ -29,7 +29,7 @@ from inprocess.coordination.wire import Access
 from inprocess.exception import RestartError, StoreError
 from inprocess.ipc.proofs import job_secret
 from inprocess.rank_environment import scheduled_ranks
-from inprocess.unblock.stores import connect_store
+from inprocess.unblock.store_waits import connect_store
 from inprocess.waiting import bounded_call
 
 __all__ = ["Rendezvous", "new_access"]
