@@ -26,7 +26,6 @@ SAME_MODULES = {
     "config": 2,
     "memory": 2,
     "process": 3,
-    "waiting": 2,
 }
 
 # Names that several classes have, and how many. Names of nvidia_resiliency_ext are here, too.

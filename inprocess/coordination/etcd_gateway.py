@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from inprocess.bounded_waits import BoundedCall
 from inprocess.exception import StoreError, StoreLostError
 from inprocess.ipc.suspension import Silence
-from inprocess.waiting import BoundedCall
 
 __all__ = ["EtcdCluster", "EtcdGateway", "EtcdRequest", "address_towards"]
 

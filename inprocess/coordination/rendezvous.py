@@ -24,13 +24,13 @@ from collections.abc import Callable, Set
 from datetime import timedelta
 from typing import Any
 
+from inprocess.bounded_waits import bounded_call
 from inprocess.coordination.claims import RankClaim, RankClaims
 from inprocess.coordination.wire import Access
 from inprocess.exception import RestartError, StoreError
 from inprocess.ipc.proofs import job_secret
 from inprocess.rank_environment import scheduled_ranks
 from inprocess.unblock.store_waits import connect_store
-from inprocess.waiting import bounded_call
 
 __all__ = ["Rendezvous", "new_access"]
 
