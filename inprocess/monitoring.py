@@ -22,8 +22,8 @@ from inprocess.agreement import Agreement
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, RestartIndex
 from inprocess.coordination.claims import RankSlot
-from inprocess.coordination.process import ServerProcess
 from inprocess.coordination.rendezvous import Rendezvous, new_access
+from inprocess.coordination.server_process import ServerProcess
 from inprocess.exception import RestartError, StaleViewError
 from inprocess.joining import Newcomer, Place
 from inprocess.main_thread.stacks import StackReporter

@@ -25,7 +25,7 @@ SAME_MODULES = {
     "background": 2,
     "config": 2,
     "memory": 2,
-    "process": 3,
+    "process": 2,
 }
 
 # Names that several classes have, and how many. Names of nvidia_resiliency_ext are here, too.
