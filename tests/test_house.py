@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LONG_FILES: dict[str, int] = {}
 
 # Names of modules with one meaning in every package: what the package sends, what users set, and so on.
-ROLES = {"errors", "events", "interface", "messages", "options", "settings", "worker"}
+ROLES = {"errors", "interface", "messages", "options", "settings", "worker"}
 
 # Other names of modules that several packages have, and how many.
 SAME_MODULES = {
