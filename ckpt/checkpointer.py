@@ -17,10 +17,9 @@ from ckpt.arguments import duration
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
 from ckpt.engine.bridge import RestartBridge
 from ckpt.engine.closing import Closing
-from ckpt.engine.parts import Parts
+from ckpt.engine.parts import CheckpointerSettings, Parts
 from ckpt.engine.phases import Phases
 from ckpt.engine.restores import Restores
-from ckpt.engine.settings import CheckpointerSettings
 from ckpt.errors import CheckpointNotFoundError, StorageError
 from ckpt.exporting.options import ExportOptions
 from ckpt.loading.options import Rename, RestoreOptions

@@ -58,8 +58,8 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     | {"process_state", "rank_environment", "settings", "tools"},
     {"bounded_waits", "torn_locks"},
     {"leftovers", "unblock"},
-    {"blame", "coordination", "progress_watchdog", "protocol_phases", "reasons", "repetition", "restart_events"}
-    | {"state"},
+    {"blame", "coordination", "progress_watchdog", "protocol_phases", "reasons", "repetition"}
+    | {"restart_events", "state"},
     {"reports", "roster"},
     {"agreement"},
     {"absent", "joining"},
