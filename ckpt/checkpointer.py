@@ -17,10 +17,9 @@ from ckpt.arguments import duration
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
 from ckpt.engine.bridge import RestartBridge
 from ckpt.engine.closing import Closing
-from ckpt.engine.parts import Parts
+from ckpt.engine.parts import CheckpointerSettings, Parts
 from ckpt.engine.phases import Phases
 from ckpt.engine.restores import Restores
-from ckpt.engine.settings import Settings
 from ckpt.errors import CheckpointNotFoundError, StorageError
 from ckpt.exporting.options import ExportOptions
 from ckpt.loading.options import Rename, RestoreOptions
@@ -119,7 +118,7 @@ class Checkpointer(Uncopied):
             kind = type(node_local).__name__
             raise TypeError(f"node_local must be a directory, not {node_local!r:.80} ({kind})")
         node_path = None if node_local is None else own_directory(local_path(node_local), "a directory for pack files")
-        settings = Settings(
+        settings = CheckpointerSettings(
             keep=keep_policy(keep),
             save_every=save_every,
             snapshots=Snapshots.of(snapshots),

@@ -37,7 +37,7 @@ from inprocess.abort import Abort
 from inprocess.finalize import Finalize
 from inprocess.initialize import Initialize
 from inprocess.state import FrozenState
-from inprocess.unblock.stores import connect_store
+from inprocess.unblock.store_waits import connect_store
 
 if TYPE_CHECKING:
     from inprocess.fault_tolerance import RankMonitorClient

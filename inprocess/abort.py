@@ -13,7 +13,7 @@ from inprocess.state import FrozenState
 from inprocess.unblock.gloo import break_gloo_connections, connect_as_missing_peers
 from inprocess.unblock.gloo_waits import end_gloo_waits
 from inprocess.unblock.process_groups import abort_nccl, destroy_groups, discard_process_groups
-from inprocess.unblock.stores import break_store_wait
+from inprocess.unblock.store_waits import break_store_wait
 
 __all__ = [
     "Abort",
@@ -48,8 +48,8 @@ class AbortTorchDistributed(Abort):
     """Ends all process groups of torch: blocked collectives fail, and new groups can be created afterwards.
 
     Gloo operations, and waits for other ranks in the creation of a group, end with an error within a few milliseconds;
-    `inprocess.unblock.gloo` and `inprocess.unblock.stores` list what cannot be freed and lasts until its own timeout.
-    NCCL communicators are aborted concurrently. Then the groups are destroyed. Without groups it does nothing.
+    `inprocess.unblock.gloo` and `inprocess.unblock.store_waits` list what cannot be freed and lasts until its own
+    timeout. NCCL communicators are aborted concurrently. Then the groups are destroyed. Without groups it does nothing.
 
     `torch_fr_trace_path` is a folder for the flight recorder (see `dump_flight_recorder`); by default it is read from
     the environment. `timeout` bounds, in seconds, the abort of NCCL and the destruction, each.

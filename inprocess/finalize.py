@@ -8,8 +8,8 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
+from inprocess.bounded_waits import bounded_call
 from inprocess.state import FrozenState
-from inprocess.waiting import bounded_call
 
 __all__ = ["Finalize", "ThreadedFinalize"]
 

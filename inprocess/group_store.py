@@ -18,7 +18,7 @@ import torch.distributed
 
 from inprocess.coordination.server import listen
 from inprocess.exception import StoreTimeoutError
-from inprocess.unblock.stores import allow_break, connect_store
+from inprocess.unblock.store_waits import allow_break, connect_store
 
 __all__ = ["GroupStore"]
 

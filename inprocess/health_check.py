@@ -9,10 +9,10 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+from inprocess.bounded_waits import bounded_call
 from inprocess.exception import FaultCounterExceeded, HealthCheckError
 from inprocess.hardware import Port, nearest_ports, open_gpu
 from inprocess.state import FrozenState
-from inprocess.waiting import bounded_call
 
 __all__ = [
     "ChainedGPUHealthCheck",

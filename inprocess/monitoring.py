@@ -22,14 +22,14 @@ from inprocess.agreement import Agreement
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, RestartIndex
 from inprocess.coordination.claims import RankSlot
-from inprocess.coordination.process import ServerProcess
 from inprocess.coordination.rendezvous import Rendezvous, new_access
+from inprocess.coordination.server_process import ServerProcess
 from inprocess.exception import RestartError, StaleViewError
 from inprocess.joining import Newcomer, Place
 from inprocess.main_thread.stacks import StackReporter
+from inprocess.monitor_process.job_store import describe_store, iteration_store
 from inprocess.monitor_process.messages import WatchRank
 from inprocess.monitor_process.sibling import heartbeat_interval_s
-from inprocess.monitor_process.stores import describe_store, iteration_store
 from inprocess.monitor_process.supervised import MonitorProcess
 from inprocess.settings import Settings
 from inprocess.state import State

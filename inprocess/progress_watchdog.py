@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+from inprocess.bounded_waits import wait_until_set
 from inprocess.ipc.threads import JoinableThread
 from inprocess.main_thread.probe import MainThreadProbe
-from inprocess.waiting import wait_until_set
 
 __all__ = ["ProgressWatchdog", "Timestamp"]
 

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 from inprocess.absent import AbsentRanks
 from inprocess.agreement import Agreement, IterationOutcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord, is_bystander
-from inprocess.events import RestartClock, RestartEvents
 from inprocess.exception import (
     InternalError,
     RankDiscarded,
@@ -45,10 +44,11 @@ from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.monitor_process.supervised import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
-from inprocess.phases import Phase
 from inprocess.process_state import handler_errors_logged, reset_libraries
 from inprocess.progress_watchdog import ProgressWatchdog
+from inprocess.protocol_phases import Phase
 from inprocess.repetition import SECONDS, FaultBounds, FaultHistory, FaultLimits
+from inprocess.restart_events import RestartClock, RestartEvents
 from inprocess.settings import Settings
 from inprocess.state import Mode, State
 from inprocess.torn_locks import HeldLock

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inprocess.attribution import Interruption, InterruptionRecord, format_interruptions, without_consequences
+from inprocess.bounded_waits import wait_until_set
 from inprocess.exception import RepeatedFault
-from inprocess.waiting import wait_until_set
 
 __all__ = ["PINGS", "SECONDS", "STEP", "FaultBounds", "FaultHistory", "FaultLimits", "fault_names"]
 

@@ -23,7 +23,7 @@ from inprocess.coordination import Access, CoordinationStore, StoreMixin, StoreS
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.coordination.namespace import PrefixView
-from inprocess.coordination.process import PORT_WAIT_S
+from inprocess.coordination.server_process import PORT_WAIT_S
 from inprocess.coordination.wire import Op
 from inprocess.exception import BarrierError, BarrierOverflow, BarrierTimeout, StoreError, StoreTimeoutError
 from inprocess.ipc import unix_sockets

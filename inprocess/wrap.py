@@ -31,7 +31,7 @@ from inprocess.joining import newcomer_from_environment
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.main_thread.thrower import MainThreadThrower
-from inprocess.monitor_process.stores import iteration_store
+from inprocess.monitor_process.job_store import iteration_store
 from inprocess.monitoring import Monitoring
 from inprocess.process_state import children_end_here, excepthook_restored, frozen_heap
 from inprocess.progress_watchdog import ProgressWatchdog
@@ -46,7 +46,7 @@ from inprocess.store import PrefixStore, TCPStore
 from inprocess.torn_locks import held_locks
 from inprocess.unblock.gloo_waits import watch_gloo_waits
 from inprocess.unblock.process_groups import watchdog_of_nccl_ends_nothing
-from inprocess.unblock.stores import interruptible_store_connections
+from inprocess.unblock.store_waits import interruptible_store_connections
 
 __all__ = ["CallWrapper", "Wrapper", "inject"]
 

@@ -56,9 +56,10 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     # Mechanisms that know nothing of restarts.
     {"attribution", "compose", "deferred_log", "exception", "hardware", "main_thread", "modes", "old_threads"}
     | {"process_state", "rank_environment", "settings", "tools"},
-    {"torn_locks", "waiting"},
+    {"bounded_waits", "torn_locks"},
     {"leftovers", "unblock"},
-    {"blame", "coordination", "events", "phases", "progress_watchdog", "reasons", "repetition", "state"},
+    {"blame", "coordination", "progress_watchdog", "protocol_phases", "reasons", "repetition"}
+    | {"restart_events", "state"},
     {"reports", "roster"},
     {"agreement"},
     {"absent", "joining"},

@@ -9,7 +9,7 @@ from datetime import timedelta
 from ckpt.async_calls import CallTimer
 from ckpt.engine.closing import Closing
 from ckpt.engine.parts import Parts
-from ckpt.engine.phases import Phase, Phases
+from ckpt.engine.phases import PhaseObserver, Phases
 from ckpt.engine.restores import Restores
 from ckpt.loading.restore_step import RestoreReport
 from ckpt.ranks.group import Group
@@ -95,7 +95,9 @@ class RestartBridge:
             with self._phases("ckpt.restore"):
                 self._restores.restore_registered(ranks, restart)
 
-    def observe_phases(self, phase: Phase, background: Callable[[str, int], CallTimer | None] | None = None) -> None:
+    def observe_phases(
+        self, phase: PhaseObserver, background: Callable[[str, int], CallTimer | None] | None = None
+    ) -> None:
         """Enter the context `phase(name)` around the work that the trainer does on checkpoints, in its thread.
 
         There may be several; an equal one replaces nothing and is ignored. For events without time limits, in another

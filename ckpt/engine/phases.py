@@ -11,7 +11,7 @@ from ckpt.saving.timers import Timers
 
 __all__ = ["Phases"]
 
-Phase = Callable[[str], AbstractContextManager[object]]
+PhaseObserver = Callable[[str], AbstractContextManager[object]]
 
 
 class Phases:
@@ -19,9 +19,9 @@ class Phases:
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers  # of the writer's calls
-        self._observers: list[Phase] = []
+        self._observers: list[PhaseObserver] = []
 
-    def observe(self, phase: Phase, background: Callable[[str, int], CallTimer | None] | None = None) -> None:
+    def observe(self, phase: PhaseObserver, background: Callable[[str, int], CallTimer | None] | None = None) -> None:
         """Enter the context `phase(name)` around each phase, from now on; see `RestartBridge.observe_phases`."""
         if phase not in self._observers:
             self._observers.append(phase)

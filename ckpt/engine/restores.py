@@ -71,7 +71,7 @@ class Restores:
         parts = self._parts
         parts.ranks.doing = "the recovery of earlier saves"
         found = candidates(parts.tiers(parts.mirror_root), None, parts.ranks, self._undecided(None))
-        return sorted({place.step for place in found.places})
+        return sorted({candidate.step for candidate in found.ordered})
 
     def restore_registered_alone(self, last: RestoreReport | None, rank: int) -> None:
         """Restore the registered state after a fault, without communication; `last` was restored before that."""

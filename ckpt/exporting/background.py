@@ -20,7 +20,7 @@ from ckpt.errors import CheckpointError
 from ckpt.events import ExportDone, ExportFailed
 from ckpt.exporting.messages import CODEC, ExportEnded, ExportRequest, Message
 from ckpt.exporting.options import ExportOptions
-from ckpt.formats.files import remove_left
+from ckpt.formats.foreign_files import remove_left
 from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.storage.interface import Root

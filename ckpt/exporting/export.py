@@ -12,7 +12,7 @@ from ckpt.errors import CheckpointCorruptError, CheckpointError
 from ckpt.exporting.options import ExportForm, Format
 from ckpt.exporting.selection import select
 from ckpt.exporting.writers import WRITERS, first_few
-from ckpt.formats.files import check_new, check_outside
+from ckpt.formats.foreign_files import check_new, check_outside
 from ckpt.loading.lazy import open_step
 from ckpt.storage.interface import Root
 from ckpt.storage.roots import open_root, own_directory

@@ -16,8 +16,8 @@ import numpy as np
 
 from ckpt.errors import ConversionError
 from ckpt.exporting.options import ExportForm
-from ckpt.formats.leaves import Leaf, TensorLeaf, ValueLeaf, dotted, tensor_leaves, value_leaves
-from ckpt.formats.state import Blocks, NewTensor
+from ckpt.formats.lazy_state import Blocks, NewTensor
+from ckpt.formats.leaves import StepLeaf, StepTensor, StepValue, dotted, tensor_leaves, value_leaves
 from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.paths import Path
@@ -132,21 +132,21 @@ def _below(path: Path, prefix: str) -> Path | None:
     return None if prefix else path
 
 
-def _natural(leaf: Leaf) -> list[tuple[int, str]]:
+def _natural(leaf: StepLeaf) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", leaf.label)]
 
 
-def _first_name_of(leaf: TensorLeaf, leaves: list[TensorLeaf]) -> TensorLeaf:
+def _first_name_of(leaf: StepTensor, leaves: list[StepTensor]) -> StepTensor:
     """Of the chosen leaves with the data of `leaf`, return the original, or else the first."""
     group = [other for other in leaves if other.tensor is leaf.tensor]
     return next((other for other in group if other.alias_of is None), group[0])
 
 
-def _new_value(leaf: ValueLeaf, below: Path) -> NewValue:
+def _new_value(leaf: StepValue, below: Path) -> NewValue:
     return NewValue(leaf.label, *_name_and_keys(leaf, below), leaf.value, leaf.rank)
 
 
-def _name_and_keys(leaf: Leaf, below: Path) -> tuple[str, Path]:
+def _name_and_keys(leaf: StepLeaf, below: Path) -> tuple[str, Path]:
     """Return the new name of a leaf, and the keys that lead to it in a nested format."""
     if leaf.rank is None:
         return dotted(below), below
@@ -157,14 +157,14 @@ def _name_and_keys(leaf: Leaf, below: Path) -> tuple[str, Path]:
 # -- tensors in blocks -------------------------------------------------------------------------------------------------
 
 
-def _new_tensor(leaf: TensorLeaf, below: Path, fetch: Fetch, form: ExportForm, changes: dict[str, int]) -> NewTensor:
+def _new_tensor(leaf: StepTensor, below: Path, fetch: Fetch, form: ExportForm, changes: dict[str, int]) -> NewTensor:
     source = leaf.tensor.dtype
     target = form.dtype if form.dtype and source in _FLOATS else source
     blocks = partial(_blocks, leaf, fetch, source, target, changes)
     return NewTensor(leaf.label, *_name_and_keys(leaf, below), target, leaf.tensor.shape, id(leaf.tensor), blocks)
 
 
-def _blocks(leaf: TensorLeaf, fetch: Fetch, source: str, target: str, changes: dict[str, int]) -> Blocks:
+def _blocks(leaf: StepTensor, fetch: Fetch, source: str, target: str, changes: dict[str, int]) -> Blocks:
     for box in _runs(leaf.tensor):
         block = fetch.array(leaf.label, leaf.tensor, box)
         if source == target:

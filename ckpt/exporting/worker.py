@@ -14,7 +14,7 @@ from ckpt.errors import StorageError
 from ckpt.exporting.export import export_as
 from ckpt.exporting.messages import CODEC, ExportEnded, ExportRequest
 from ckpt.exporting.options import ExportForm
-from ckpt.formats.files import discard, hidden_name
+from ckpt.formats.foreign_files import discard, hidden_name
 from ckpt.keeper.forking import let_go_of_terminal
 from ckpt.storage.directories import fsync_directory
 from ckpt.storage.roots import open_root

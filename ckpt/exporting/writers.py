@@ -13,9 +13,9 @@ import numpy as np
 from ckpt.errors import ConversionError
 from ckpt.exporting.options import ExportForm, Format
 from ckpt.exporting.selection import NewValue, Selection
+from ckpt.formats.lazy_state import FileTensor, NewTensor
 from ckpt.formats.leaves import dotted, same_value
 from ckpt.formats.safetensors import DTYPES, METADATA, open_directory, write_safetensors
-from ckpt.formats.state import LazyTensor, NewTensor
 from ckpt.paths import Path
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _different_values(values: Values, there: Mapping[Path, Any]) -> list[str]:
 
 
 def _different_tensors(
-    tensors: list[NewTensor], find: Callable[[NewTensor], LazyTensor | None], count: Count
+    tensors: list[NewTensor], find: Callable[[NewTensor], FileTensor | None], count: Count
 ) -> list[str]:
     """Compare tensors with those that were written, in blocks."""
     problems = []

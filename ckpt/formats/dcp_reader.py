@@ -12,9 +12,9 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.formats.dcp_metadata import Chunk, ChunkedTensor, Metadata, Span, read_metadata
-from ckpt.formats.files import file_in, file_size, read_box, read_bytes
+from ckpt.formats.foreign_files import file_in, file_size, read_box, read_bytes
+from ckpt.formats.lazy_state import Bytes, FileTensor, LazyState, ReadBox, UnsafeError, check_dtype
 from ckpt.formats.pickles import find_tensor
-from ckpt.formats.state import Bytes, LazyState, LazyTensor, ReadBox, UnsafeError, check_dtype
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 
@@ -30,7 +30,7 @@ class OpenDcp:
 
     path: str
     metadata: Metadata
-    tensors: dict[str, LazyTensor]
+    tensors: dict[str, FileTensor]
     objects: dict[str, tuple[str, Span]]
 
     def load_object(self, name: str) -> Any:
@@ -61,7 +61,7 @@ def open_dcp(path: str, follow_links: bool) -> OpenDcp:
     for name, tensor in metadata.tensors.items():
         check_dtype(tensor.dtype, (name,), path)
         parts = [(chunk.box, _chunk_reader(tensor, chunk, file_of(chunk.span), name)) for chunk in tensor.chunks]
-        tensors[name] = LazyTensor(tensor.dtype, tensor.shape, partial(_read_parts, parts))
+        tensors[name] = FileTensor(tensor.dtype, tensor.shape, partial(_read_parts, parts))
     objects = {name: (file_of(span), span) for name, span in metadata.objects.items()}
     return OpenDcp(path, metadata, tensors, objects)
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckpt.errors import ConversionError
-from ckpt.formats.files import NewDirectory
-from ckpt.formats.state import NewTensor
+from ckpt.formats.foreign_files import NewDirectory
+from ckpt.formats.lazy_state import NewTensor
 from ckpt.paths import Path
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import torch_dtype

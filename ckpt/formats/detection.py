@@ -7,7 +7,7 @@ import stat
 from types import MappingProxyType
 from typing import Literal
 
-from ckpt.formats.files import foreign_file
+from ckpt.formats.foreign_files import foreign_file
 from ckpt.formats.safetensors import SUFFIX, is_safetensors_directory, looks_like_safetensors, looks_like_torch
 
 __all__ = ["DESCRIPTIONS", "Kind", "kind_of"]

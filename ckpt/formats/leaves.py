@@ -10,11 +10,11 @@ from ckpt.paths import Path, display
 from ckpt.storage.documents import canonical_json
 from ckpt.values.codec import encode_value
 
-__all__ = ["Leaf", "TensorLeaf", "ValueLeaf", "dotted", "same_value", "tensor_leaves", "value_leaves"]
+__all__ = ["StepLeaf", "StepTensor", "StepValue", "dotted", "same_value", "tensor_leaves", "value_leaves"]
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StepLeaf:
     """A leaf of a step. `rank` is the only rank that it belongs to; None if it belongs to all."""
 
     path: Path
@@ -36,7 +36,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class TensorLeaf(Leaf):
+class StepTensor(StepLeaf):
     """A tensor of a step. `alias_of` is the name of the original if this is a further name of it."""
 
     tensor: StoredTensor
@@ -44,7 +44,7 @@ class TensorLeaf(Leaf):
 
 
 @dataclass(frozen=True)
-class ValueLeaf(Leaf):
+class StepValue(StepLeaf):
     """A leaf of a step that is not a tensor."""
 
     value: Any
@@ -55,24 +55,24 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def tensor_leaves(index: CheckpointIndex) -> list[TensorLeaf]:
+def tensor_leaves(index: CheckpointIndex) -> list[StepTensor]:
     """Return all tensors by name, including further names of a tensor."""
-    leaves = [TensorLeaf(path, None, tensor) for path, tensor in index.tensors.items()]
+    leaves = [StepTensor(path, None, tensor) for path, tensor in index.tensors.items()]
     for path, own in index.per_rank_tensors.items():
-        leaves += [TensorLeaf(path, rank, tensor) for rank, tensor in own.items()]
+        leaves += [StepTensor(path, rank, tensor) for rank, tensor in own.items()]
     for path, target in index.aliases.items():
         if target in index.tensors:
-            leaves.append(TensorLeaf(path, None, index.tensors[target], alias_of=target))
+            leaves.append(StepTensor(path, None, index.tensors[target], alias_of=target))
         for rank, tensor in index.per_rank_tensors.get(target, {}).items():
-            leaves.append(TensorLeaf(path, rank, tensor, alias_of=target))
+            leaves.append(StepTensor(path, rank, tensor, alias_of=target))
     return sorted(leaves, key=lambda leaf: leaf.label)
 
 
-def value_leaves(index: CheckpointIndex) -> list[ValueLeaf]:
+def value_leaves(index: CheckpointIndex) -> list[StepValue]:
     """Return all leaves that are not tensors, by name."""
-    leaves = [ValueLeaf(path, None, value) for path, value in index.values.items()]
+    leaves = [StepValue(path, None, value) for path, value in index.values.items()]
     for path, own in index.per_rank_values.items():
-        leaves += [ValueLeaf(path, rank, value) for rank, value in own.items()]
+        leaves += [StepValue(path, rank, value) for rank, value in own.items()]
     return sorted(leaves, key=lambda leaf: leaf.label)
 
 

@@ -22,8 +22,8 @@ from types import MappingProxyType
 from typing import IO, Any, NoReturn
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.formats.files import read_bytes
-from ckpt.formats.state import UnsafeError
+from ckpt.formats.foreign_files import read_bytes
+from ckpt.formats.lazy_state import UnsafeError
 from ckpt.storage.dtypes import names, stored
 
 __all__ = ["Function", "StandIn", "TensorLocation", "check_archive", "find_tensor", "load"]

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, ConversionError
-from ckpt.formats.files import NewDirectory, file_in, file_size, foreign_file, read_box, read_bytes
-from ckpt.formats.state import LazyState, LazyTensor, NewTensor
+from ckpt.formats.foreign_files import NewDirectory, file_in, file_size, foreign_file, read_box, read_bytes
+from ckpt.formats.lazy_state import FileTensor, LazyState, NewTensor
 from ckpt.storage.array_metadata import MAX_DIMENSIONS
 from ckpt.storage.dtypes import stored
 from ckpt.storage.files import storage_errors
@@ -108,7 +108,7 @@ def _indexed(directory: str, index_name: str, follow_links: bool) -> LazyState:
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         by_file.setdefault(file, []).append(name)
-    found: dict[str, LazyTensor] = {}
+    found: dict[str, FileTensor] = {}
     notes = []
     for file, names in sorted(by_file.items()):
         tensors = _tensors(file_in(directory, file, follow_links))
@@ -136,7 +136,7 @@ def _weight_map(path: str) -> dict[str, str]:
     return weight_map
 
 
-def _tensors(path: str) -> dict[str, LazyTensor]:
+def _tensors(path: str) -> dict[str, FileTensor]:
     total = file_size(path)
     begin = read_bytes(path, 0, min(total, 16))
     if not looks_like_safetensors(begin):
@@ -160,7 +160,7 @@ def _tensors(path: str) -> dict[str, LazyTensor]:
         _check_name(name, path)
         dtype, shape, first, last = _entry(path, name, entry)
         spans.append((first, last, name))
-        tensors[name] = LazyTensor(dtype, shape, partial(read_box, path, start + first, shape))
+        tensors[name] = FileTensor(dtype, shape, partial(read_box, path, start + first, shape))
     _check_spans(path, spans, total - start)
     return tensors
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointError, ConversionError, SaveAbandonedError
-from ckpt.formats.state import LazyState
+from ckpt.formats.lazy_state import LazyState
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.chunk_grid import GridOptions

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from ckpt.errors import CheckpointCorruptError, ConversionError, StateError
-from ckpt.formats.files import file_size, read_box, read_bytes
+from ckpt.formats.foreign_files import file_size, read_box, read_bytes
+from ckpt.formats.lazy_state import Bytes, FileTensor, LazyState, ReadBox, UnsafeError, check_dtype
 from ckpt.formats.pickles import check_archive
-from ckpt.formats.state import Bytes, LazyState, LazyTensor, ReadBox, UnsafeError, check_dtype
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import flatten
@@ -338,7 +338,7 @@ def state_of(
     for path, leaf in flat.tensors.items():
         check_dtype(leaf.spec.dtype, path, where)
         reader = readers.get(id(_leaf_of(nested, path))) or memory_reader(leaf.local)
-        tensors[path] = LazyTensor(leaf.spec.dtype, leaf.spec.shape, reader)
+        tensors[path] = FileTensor(leaf.spec.dtype, leaf.spec.shape, reader)
     values = {path: leaf.value for path, leaf in flat.values.items()}
     containers = {path: container for path, (container, _) in flat.containers.items()}
     return LazyState(kind, tensors, values, dict(flat.aliases), containers, notes)

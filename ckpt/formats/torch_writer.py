@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from ckpt.errors import ConversionError
-from ckpt.formats.files import new_file
-from ckpt.formats.state import NewTensor
+from ckpt.formats.foreign_files import new_file
+from ckpt.formats.lazy_state import NewTensor
 from ckpt.paths import Path, display
 from ckpt.storage.dtypes import stored, torch_dtype
 from ckpt.values.containers import Container, rebuild

@@ -45,7 +45,7 @@ from ckpt import (
     StateMismatchError,
     Unregistered,
 )
-from ckpt.integrations.dcp_leaves import Contents, add_leaves, contents_of, nbytes_of
+from ckpt.integrations.dcp_leaves import DcpLeaves, add_leaves, leaves_of, nbytes_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -241,7 +241,7 @@ class Reader(StorageReader):
         self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._path = None if path is None else os.fspath(path)
         self._checkpoint: Checkpoint | None = None
-        self._contents = Contents()
+        self._leaves = DcpLeaves()
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -282,8 +282,8 @@ class Reader(StorageReader):
             raise ValueError("which step? Reader(path), or dcp.load(checkpoint_id=path)")
         _wait_until_written(self._path, self._timeout_s)
         self._checkpoint = _opened(self._path)
-        self._contents = contents_of(self._checkpoint)
-        return self._contents.metadata(self._checkpoint.path, str(self._checkpoint.summary["save"]))
+        self._leaves = leaves_of(self._checkpoint)
+        return self._leaves.metadata(self._checkpoint.path, str(self._checkpoint.summary["save"]))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
@@ -327,7 +327,7 @@ class Reader(StorageReader):
     def _read_tensors(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         wanted: list[tuple[LazyTensor, tuple[int, ...], torch.Tensor]] = []
         for item in items:
-            name, stored = item.storage_index.fqn, self._contents.tensors[item.storage_index.fqn]
+            name, stored = item.storage_index.fqn, self._leaves.tensors[item.storage_index.fqn]
             corner = item.storage_index.offset or (0,) * len(stored.shape)
             offset = tuple(a + b for a, b in zip(corner, item.storage_offsets, strict=True))
             tensor = planner.resolve_tensor(item).detach()
@@ -341,7 +341,7 @@ class Reader(StorageReader):
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:
         """Return the bytes that `LoadPlanner.load_bytes` takes for a value."""
         name = item.storage_index.fqn
-        value = self._contents.values[name]
+        value = self._leaves.values[name]
         unknown = next(Unregistered.within(value), None)
         if unknown is not None:
             raise StateMismatchError(

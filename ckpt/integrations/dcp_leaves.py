@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from ckpt import Checkpoint, LazyTensor, Leaves, StateError
 
-__all__ = ["Contents", "add_leaves", "contents_of", "nbytes_of"]
+__all__ = ["DcpLeaves", "add_leaves", "leaves_of", "nbytes_of"]
 
 Keys = tuple[str | int, ...]
 _NUMBER = re.compile(r"0|[1-9]\d{0,17}", re.ASCII)
@@ -122,7 +122,7 @@ def nbytes_of(item: WriteItem) -> int:
 
 
 @dataclass
-class Contents:
+class DcpLeaves:
     """The leaves of a step by their names in DCP, and their nested keys: those of lists are numbers, others strings."""
 
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
@@ -141,29 +141,29 @@ class Contents:
         return Metadata(entries, planner_data=self.keys, storage_data={}, storage_meta=meta, version=version)
 
 
-def contents_of(checkpoint: Checkpoint) -> Contents:
-    contents = Contents()
+def leaves_of(checkpoint: Checkpoint) -> DcpLeaves:
+    leaves = DcpLeaves()
 
     def name(path: Keys, rank: int | None, inner: Keys = ()) -> str:
         keys = tuple(key if checkpoint.is_sequence(path[:at]) else str(key) for at, key in enumerate(path)) + inner
         dotted = ".".join(map(str, keys)) + ("" if rank is None else f"@rank{rank}")
-        if dotted in contents.keys:
+        if dotted in leaves.keys:
             raise StateError(
-                f"{checkpoint.path}: the keys {list(contents.keys[dotted])} and {list(keys)} are the same for DCP, "
+                f"{checkpoint.path}: the keys {list(leaves.keys[dotted])} and {list(keys)} are the same for DCP, "
                 f"{dotted}; use Checkpointer.restore or ckpt.open"
             )
-        contents.keys[dotted] = keys if rank is None else (dotted,)
+        leaves.keys[dotted] = keys if rank is None else (dotted,)
         return dotted
 
     for path, rank, leaf in checkpoint.leaves():
         if isinstance(leaf, LazyTensor):
-            contents.tensors[name(path, rank)] = leaf
+            leaves.tensors[name(path, rank)] = leaf
         elif rank is None:
             for inner, part in _parts((), leaf):
-                contents.values[name(path, None, inner)] = part
+                leaves.values[name(path, None, inner)] = part
         else:
-            contents.values[name(path, rank)] = leaf
-    return contents
+            leaves.values[name(path, rank)] = leaf
+    return leaves
 
 
 def _dtype_of(tensor: LazyTensor) -> torch.dtype:

@@ -18,45 +18,46 @@ from ckpt.errors import CheckpointNotFoundError, StorageError
 from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
 
-__all__ = ["Place", "Published", "in_order", "places", "saves_of"]
+__all__ = ["Candidate", "PublishedCandidates", "in_order", "published_candidates", "saves_of"]
 
 _log = logging.getLogger("ckpt")
 
 
-class Place(NamedTuple):
-    """A step, and where it is: in the mirror, or in memory as this `save`, or else in the root."""
+class Candidate(NamedTuple):
+    """A step to try, and where it is: in the mirror, or in memory as this `save`, or else in the root."""
 
     step: int
     in_mirror: bool = False
     save: str | None = None
 
 
-class Published(NamedTuple):
+class PublishedCandidates(NamedTuple):
     """The published steps that a restore may try, in order, and the saves of some of them."""
 
-    places: tuple[Place, ...]
+    candidates: tuple[Candidate, ...]
     saves: Mapping[int, str | None]
 
     def newer_than(self, step: int) -> list[int]:
         """Return the published steps after this one."""
-        return sorted({place.step for place in self.places if place.step > step})
+        return sorted({each.step for each in self.candidates if each.step > step})
 
 
 def in_order(
-    published: Published, held: Sequence[tuple[int, str]], before: Callable[[str], int], left: Collection[str]
-) -> list[Place]:
-    """Return the places of published steps and of steps in memory, in the order to try them. Pure.
+    published: PublishedCandidates, held: Sequence[tuple[int, str]], before: Callable[[str], int], left: Collection[str]
+) -> list[Candidate]:
+    """Return the published steps and those in memory, in the order to try them. Pure.
 
     `held` are the steps in memory, newest first, and their saves; `before` tells how many of these are tried before a
     published save, and saves in `left` are tried last. The saves that are published as the steps of `held` must be
     known.
     """
-    keyed = [((-step, index, 1), Place(step, save=save)) for index, (step, save) in enumerate(held)]
-    for place in published.places:
-        save = published.saves.get(place.step)
+    keyed = [((-step, index, 1), Candidate(step, save=save)) for index, (step, save) in enumerate(held)]
+    for candidate in published.candidates:
+        save = published.saves.get(candidate.step)
         first = 0 if save is None else len(held) if save in left else before(save)
-        keyed.append(((-place.step, first, 0), place))
-    return [place for _, place in sorted(keyed, key=lambda each: each[0])]  # stable: the mirror stays behind the root
+        keyed.append(((-candidate.step, first, 0), candidate))
+    keyed.sort(key=lambda each: each[0])  # stable: the mirror stays behind the root
+    return [candidate for _, candidate in keyed]
 
 
 def saves_of(root: Root, mirror: Root | None, steps: Iterable[int]) -> dict[int, str | None]:
@@ -81,17 +82,17 @@ def _save_of(root: Root, step: int) -> str | None:
         return None
 
 
-def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place]:
+def published_candidates(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Candidate]:
     """Return what a restore may try, in this order.
 
     StorageError if the mirror cannot be read and it is needed, as it is when the root has no steps: then training must
     not start from scratch. For the same reason, CheckpointNotFoundError if all steps were superseded.
     """
     steps = root.steps()
-    found = [Place(step) for step in steps]
+    found = [Candidate(step) for step in steps]
     if mirror is not None:
         try:
-            found += [Place(step, in_mirror=True) for step in _copies(root, _saves(mirror, required=not steps))]
+            found += [Candidate(step, in_mirror=True) for step in _copies(root, _saves(mirror, required=not steps))]
         except StorageError as error:
             if needs_mirror or not steps:
                 raise StorageError(
@@ -105,7 +106,7 @@ def places(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Place
             f"first step of another branch. Make one the newest again: inspect_ckpt restore-branch {root.path} "
             f"{superseded[-1]}; or remove them: inspect_ckpt rm"
         )
-    return sorted(found, key=lambda place: (-place.step, place.in_mirror))
+    return sorted(found, key=lambda candidate: (-candidate.step, candidate.in_mirror))
 
 
 def _copies(root: Root, copies: Mapping[int, str | None]) -> list[int]:

@@ -23,7 +23,7 @@ from ckpt.values.containers import Container
 __all__ = [
     "Assignment",
     "Match",
-    "Problem",
+    "Mismatch",
     "Read",
     "is_below",
     "known_names",
@@ -40,7 +40,7 @@ Read = tuple[Path, StoredTensor, TensorLeaf]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Mismatch:
     """A mismatch. `text` begins with its kind and names the path."""
 
     path: Path
@@ -75,7 +75,7 @@ class Match:
 
     reads: list[Read] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
     names: tuple[Path, ...] = ()
     known: bytes = b""
     left_out: list[Path] = field(default_factory=list)
@@ -123,7 +123,7 @@ def match_state(
         if own is not None and target in read and own is not read[target]:
             match.separate.append((path, target))
         elif own is None and target not in read and index.tensor(target) is None:
-            match.problems.append(Problem(path, f"missing: {display(path)}"))
+            match.mismatches.append(Mismatch(path, f"missing: {display(path)}"))
     for path, (container, of_rank) in flat.containers.items():
         if container.kind == "tensor" and not skipped(path):
             stored = index.per_rank_containers.get(path, {}).get(rank) if of_rank else index.containers.get(path)
@@ -131,8 +131,8 @@ def match_state(
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
     match.names = tuple(dict.fromkeys((*index.tensors, *index.values, *index.aliases)))
     match.known = bytes(path in known or skipped(path) for path in match.names)
-    match.problems += [
-        Problem(path, f"unexpected: {display(path)} (of this rank)")
+    match.mismatches += [
+        Mismatch(path, f"unexpected: {display(path)} (of this rank)")
         for path in _names_of_rank(index, rank)
         if path not in known and not skipped(path)
     ]
@@ -178,7 +178,7 @@ def is_below(path: Path, prefixes: Collection[Path]) -> bool:
 def lacking(match: Match, unexpected: Iterable[Path], options: RestoreOptions) -> list[str]:
     """Return the names in `only` of which nothing is restored, because nothing of it fits."""
     restored = [*(path for path, _, _ in match.reads), *(each.path for each in match.assignments), *match.same]
-    misfits = [*(problem.path for problem in match.problems), *unexpected]
+    misfits = [*(problem.path for problem in match.mismatches), *unexpected]
     found = []
     for name in options.only or ():
         one = replace(options, only=(name,))
@@ -249,7 +249,7 @@ def _match_tensor(
             leaf = _common(leaf, Box.whole(tensor.shape))
         match.reads.append((path, tensor, leaf))
     if problem is not None:
-        match.problems.append(Problem(path, problem))
+        match.mismatches.append(Mismatch(path, problem))
 
 
 def _can_cast(stored: str, leaf: TensorLeaf) -> bool:
@@ -289,7 +289,7 @@ def _match_subclass(match: Match, index: CheckpointIndex, path: Path, own: Conta
         text = f"is a plain tensor in the checkpoint, a {own.type}"
     else:
         return  # its parts are missing
-    match.problems.append(Problem(path, f"class: {display(path)} {text} in the state"))
+    match.mismatches.append(Mismatch(path, f"class: {display(path)} {text} in the state"))
 
 
 def _match_value(
@@ -303,7 +303,7 @@ def _match_value(
     if rank not in values:
         of_rank = " of this rank" if leaf.per_rank else ""
         problem = present.instead(path, leaf.per_rank, described(leaf.value))
-        match.problems.append(Problem(path, problem or f"missing: {display(path)} (a value{of_rank})"))
+        match.mismatches.append(Mismatch(path, problem or f"missing: {display(path)} (a value{of_rank})"))
         return
     value = resolve(values[rank], leaf.value)
     if _form(encode_value(value)) == _form(leaf.encoded):
@@ -311,8 +311,8 @@ def _match_value(
         return
     placeholder = next(unregistered_in(value), None)
     if placeholder is not None:
-        match.problems.append(
-            Problem(
+        match.mismatches.append(
+            Mismatch(
                 path,
                 f"type: {display(path)} holds {placeholder.data!r:.100} of the {placeholder.form} type "
                 f"{placeholder.name}, which this program has not registered (see ckpt.register_encoder), or which no "
@@ -320,8 +320,8 @@ def _match_value(
             )
         )
     elif leaf.assign is None:
-        match.problems.append(
-            Problem(path, f"read-only: {display(path)} is in a container whose items cannot be replaced; use a dict")
+        match.mismatches.append(
+            Mismatch(path, f"read-only: {display(path)} is in a container whose items cannot be replaced; use a dict")
         )
     else:
         match.assignments.append(Assignment(path, leaf, value))

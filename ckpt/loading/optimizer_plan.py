@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckpt.loading.index import CheckpointIndex, StoredTensor
-from ckpt.loading.match import Problem
+from ckpt.loading.match import Mismatch
 from ckpt.loading.optimizer_tensors import (
     is_usual,
     of_other_shape,
@@ -125,7 +125,7 @@ class StateDictPlan:
         self._numbers = parameters_by_number(owner, stored.groups() or []) if self._is_usual else {}
         self._used = {shard_of(parameter).data_ptr() for parameter in self._parameters}
         self._spoiled: set[Hashable] = set()
-        self.problems: list[Problem] = []
+        self.mismatches: list[Mismatch] = []
 
     def is_equal(self) -> bool:
         """Return whether both have the same structure, so that all tensors and values can be replaced in place."""
@@ -187,7 +187,7 @@ class StateDictPlan:
 
     def _spoil(self, name: Path, text: str) -> None:
         self._spoiled.add(self._unit(name))
-        self.problems.append(Problem((*self._path, *name), text))
+        self.mismatches.append(Mismatch((*self._path, *name), text))
 
     def _is_spoiled(self, name: Path) -> bool:
         return bool(self._spoiled) and self._unit(name) in self._spoiled

@@ -16,7 +16,7 @@ import torch
 
 from ckpt.errors import StateError
 from ckpt.loading.index import CheckpointIndex
-from ckpt.loading.match import Problem
+from ckpt.loading.match import Mismatch
 from ckpt.loading.optimizer_kinds import groups_problem, other_kind, stored_options
 from ckpt.loading.optimizer_plan import Models, StateDictPlan, StoredOptimizer
 from ckpt.loading.optimizer_tensors import group_members, is_usual, parameters_by_number
@@ -32,8 +32,8 @@ class Optimizers:
     """The optimizers of a state, collected while it is flattened.
 
     A state dict has PyTorch's form (`state` by parameter, `param_groups`), or that of an optimizer class with another
-    one. `problems` are mismatches, and `left_out` names that would fit but belong to what does not; nothing is restored
-    at or below the paths in `ignored`, and the objects at those in `not_loaded` do not load.
+    one. `left_out` are names that would fit but belong to what does not; nothing is restored at or below the paths in
+    `ignored`, and the objects at those in `not_loaded` do not load.
     """
 
     def __init__(self, index: CheckpointIndex, rank: int, state: Any, options: RestoreOptions) -> None:
@@ -41,7 +41,7 @@ class Optimizers:
         self._rank = rank
         self._options = options
         self._models = Models(index, state, options)
-        self.problems: list[Problem] = []
+        self.mismatches: list[Mismatch] = []
         self.left_out: list[Path] = []
         self.ignored: set[Path] = set()
         self.not_loaded: set[Path] = set()
@@ -67,20 +67,20 @@ class Optimizers:
         if plan.is_equal():
             return state_dict
         plan.find_problems(self._models)
-        if cannot_be_kept is not None and (plan.problems or not self._options.selects(path)):
+        if cannot_be_kept is not None and (plan.mismatches or not self._options.selects(path)):
             raise cannot_be_kept
         try:
             made = plan.made()
         except ValueError as error:
             return self._refused(path, state_dict, f"structure: {display(path)} cannot be made of both: {error}")
-        self.problems += plan.problems
-        spoiled, names = plan.spoiled_names(), {problem.path for problem in plan.problems}
+        self.mismatches += plan.mismatches
+        spoiled, names = plan.spoiled_names(), {problem.path for problem in plan.mismatches}
         self.left_out += [name for name in spoiled if name not in names]
         self.ignored.update(spoiled)
         return made
 
     def _refused(self, path: Path, state_dict: Any, text: str) -> Any:
-        self.problems.append(Problem(path, text))
+        self.mismatches.append(Mismatch(path, text))
         self.ignored.add(path)
         self.not_loaded.add(path)
         return state_dict

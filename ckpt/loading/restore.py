@@ -23,7 +23,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.events import Restored, RestoreFailed
-from ckpt.loading.candidates import Place, Published, in_order, places, saves_of
+from ckpt.loading.candidates import Candidate, PublishedCandidates, in_order, published_candidates, saves_of
 from ckpt.loading.options import RestoreOptions
 from ckpt.loading.restore_step import MemorySource, RestoreReport, restore_step
 from ckpt.loading.step_hold import HeldSource, StepHold
@@ -34,13 +34,13 @@ from ckpt.storage.names import parse_save_name
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["Candidates", "MemoryTier", "Tiers", "Undecided", "candidates", "restore"]
+__all__ = ["Candidates", "StepsInMemory", "Tiers", "Undecided", "candidates", "restore"]
 
 _log = logging.getLogger("ckpt")
 _MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
 
 
-class MemoryTier(Protocol):
+class StepsInMemory(Protocol):
     """Steps that ranks hold in memory, whether they are published or not."""
 
     def offer(self, ranks: Group) -> bytes:
@@ -76,7 +76,7 @@ class Tiers:
     root: Root
     mirror: Root | None = None
     packs: NodePacks | None = None
-    memory: MemoryTier | None = None
+    memory: StepsInMemory | None = None
     left: frozenset[str] = frozenset()
 
     def without_memory(self) -> Tiers:
@@ -91,8 +91,8 @@ class Candidates:
     The same on all ranks.
     """
 
-    places: list[Place]
-    published: Published
+    ordered: list[Candidate]
+    published: PublishedCandidates
     left: frozenset[str]
 
 
@@ -158,53 +158,52 @@ def _restore(
 ) -> RestoreReport | None:
     damaged: list[int] = []
     unreadable: list[int] = []
-    failed: list[Place] = []
+    failed: list[Candidate] = []
     insists = step is not None or isinstance(ranks, Alone) or not options.fall_back
     first: CheckpointError | None = None
     removed = 0
     tiers = tiers.without_memory() if isinstance(ranks, Alone) else tiers
     found = candidates(tiers, step, ranks, undecided)
-    left = found.places
+    left = found.ordered
     while left:
-        where = left.pop(0)
-        candidate, in_mirror = where.step, where.in_mirror
-        mirror = tiers.mirror if in_mirror else None
-        place, packs = (tiers.root, tiers.packs) if mirror is None else (mirror, None)
+        candidate = left.pop(0)
+        mirror = tiers.mirror if candidate.in_mirror else None
+        root, packs = (tiers.root, tiers.packs) if mirror is None else (mirror, None)
         try:
-            with _held(where, StepHold(place, candidate, ranks, read_only, packs), ranks, tiers.memory) as hold:
-                report = restore_step(hold, state, candidate, options, ranks, memory)
+            with _held(candidate, StepHold(root, candidate.step, ranks, read_only, packs), ranks, tiers.memory) as hold:
+                report = restore_step(hold, state, candidate.step, options, ranks, memory)
         except _RemovedError as gone:
             removed += 1
             if step is not None or isinstance(ranks, Alone) or removed == _MAX_REMOVED:
-                raise CheckpointNotFoundError(str(gone), step=candidate) from gone
+                raise CheckpointNotFoundError(str(gone), step=candidate.step) from gone
             _log.warning("%s; looking for the newest step again", gone)
             tiers = tiers.without_memory()
             found = candidates(tiers, None, ranks, None)
-            left = [other for other in found.places if other not in failed]
+            left = [other for other in found.ordered if other not in failed]
         except (CheckpointCorruptError, CheckpointUnreachableError, StorageError) as error:
-            failed.append(where)
-            if where.save is not None and tiers.memory is not None:
-                tiers.memory.failed(where.save)
+            failed.append(candidate)
+            if candidate.save is not None and tiers.memory is not None:
+                tiers.memory.failed(candidate.save)
             if insists:
-                left = [other for other in left if other.step == candidate]
+                left = [other for other in left if other.step == candidate.step]
             first = first or error
             if not left:
                 if step is None or first is None:
                     raise
                 raise first from None
             skipped = damaged if isinstance(error, CheckpointCorruptError) else unreadable
-            skipped += [candidate] if where.save is None and candidate not in skipped else []
-            what = _described(left[0]) if left[0].step == candidate else f"the step before, {left[0].step}"
-            advice = _advice(error, candidate, left[0].step)
-            _log.warning("step %d cannot be restored, trying %s: %s%s", candidate, what, error, advice)
+            skipped += [candidate.step] if candidate.save is None and candidate.step not in skipped else []
+            what = _described(left[0]) if left[0].step == candidate.step else f"the step before, {left[0].step}"
+            advice = _advice(error, candidate.step, left[0].step)
+            _log.warning("step %d cannot be restored, trying %s: %s%s", candidate.step, what, error, advice)
         else:
-            in_memory = where.save is not None
-            report = replace(report, root="" if in_memory else place.path, in_memory=in_memory)
+            in_memory = candidate.save is not None
+            report = replace(report, root="" if in_memory else root.path, in_memory=in_memory)
             newer = tuple(each for each in unreadable if each != report.step)
             report = replace(report, damaged=tuple(damaged), unreadable=newer)
             if not read_only:
                 report = replace(report, left=_left(tiers, found, report, ranks))
-            _log.info("rank %d restored %s%s", ranks.rank, report, " from the mirror" if in_mirror else "")
+            _log.info("rank %d restored %s%s", ranks.rank, report, " from the mirror" if candidate.in_mirror else "")
             return report
     return None
 
@@ -219,10 +218,10 @@ def _advice(error: CheckpointError, step: int, instead: int) -> str:
     )
 
 
-def _described(place: Place) -> str:
-    if place.save is not None:
+def _described(candidate: Candidate) -> str:
+    if candidate.save is not None:
         return "another snapshot of it"
-    return "its copy in the mirror" if place.in_mirror else "the published one"
+    return "its copy in the mirror" if candidate.in_mirror else "the published one"
 
 
 class _RemovedError(Exception):
@@ -241,11 +240,11 @@ def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecide
 
     in_flight = "" if undecided is None else " ".join(undecided.in_flight())
     with ranks.all_or_none("look for steps") as phase:
-        own: list[Place] = []
+        own: list[Candidate] = []
         if _looks(ranks):
             if undecided is not None:
                 undecided.decide_left()
-            own = places(root, mirror, needs_mirror=isinstance(ranks, Alone))
+            own = published_candidates(root, mirror, needs_mirror=isinstance(ranks, Alone))
         phase.told = b"\n".join((json.dumps(own).encode(), in_flight.encode(), offer))
     said = [answer.split(b"\n", 2) for answer in phase.answers]
     scheduled = [set(names.decode().split()) for _, names, _ in said]
@@ -253,14 +252,14 @@ def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecide
         undecided.settle(set.intersection(*scheduled))
         return candidates(tiers, step, ranks, None)
     offers = [offered for _, _, offered in said]
-    listed = tuple(Place(int(number), bool(in_mirror)) for number, in_mirror, _ in json.loads(said[0][0]))
+    listed = tuple(Candidate(int(number), bool(in_mirror)) for number, in_mirror, _ in json.loads(said[0][0]))
     in_memory = [] if held is None else held.choose(offers)
     left = tiers.left if held is None else held.left
     unknown = {number for number, _ in in_memory} | _steps_of(left)
-    published = _with_saves(tiers, Published(listed, {}), unknown, ranks)
+    published = _with_saves(tiers, PublishedCandidates(listed, {}), unknown, ranks)
     ordered = in_order(published, in_memory, (lambda save: 0) if held is None else held.before, left)
     if step is None:
-        counts = [place for place in ordered if place.save is not None or published.saves.get(place.step) not in left]
+        counts = [each for each in ordered if each.save is not None or published.saves.get(each.step) not in left]
         if counts or not ordered:
             return Candidates(counts, published, left)
         raise CheckpointNotFoundError(
@@ -268,9 +267,9 @@ def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecide
             f"steps {published.newer_than(-1)} are of the branch that was left then. To go on from one of these, call "
             "restore with its number"
         )
-    if any(place.step == step for place in ordered):
-        return Candidates([place for place in ordered if place.step == step], published, left)
-    steps = sorted({place.step for place in ordered})
+    if any(candidate.step == step for candidate in ordered):
+        return Candidates([candidate for candidate in ordered if candidate.step == step], published, left)
+    steps = sorted({candidate.step for candidate in ordered})
     where = root.path if mirror is None else f"{root.path}, with its mirror {mirror.path},"
     raise CheckpointNotFoundError(f"{where} has no published step {step}; it has {steps or 'none'}", step=step)
 
@@ -280,9 +279,11 @@ def _looks(ranks: Group) -> bool:
     return ranks.rank == 0 or isinstance(ranks, Alone)
 
 
-def _with_saves(tiers: Tiers, published: Published, steps: Iterable[int], ranks: Group) -> Published:
+def _with_saves(
+    tiers: Tiers, published: PublishedCandidates, steps: Iterable[int], ranks: Group
+) -> PublishedCandidates:
     """Return `published` with the saves of these steps, as far as they are published. Collective if any is unknown."""
-    unknown = {place.step for place in published.places} & set(steps) - published.saves.keys()
+    unknown = {candidate.step for candidate in published.candidates} & set(steps) - published.saves.keys()
     if not unknown:
         return published
 
@@ -290,7 +291,7 @@ def _with_saves(tiers: Tiers, published: Published, steps: Iterable[int], ranks:
         return list(saves_of(tiers.root, tiers.mirror, unknown).items()) if _looks(ranks) else []
 
     told = ranks.result_of_first("look for steps", look)
-    return Published(published.places, {**published.saves, **{int(step): save for step, save in told}})
+    return PublishedCandidates(published.candidates, {**published.saves, **{int(step): save for step, save in told}})
 
 
 def _steps_of(saves: Iterable[str]) -> set[int]:
@@ -312,16 +313,16 @@ def _left(tiers: Tiers, found: Candidates, report: RestoreReport, ranks: Group) 
 
 
 @contextlib.contextmanager
-def _held(where: Place, hold: StepHold, ranks: Group, held: MemoryTier | None) -> Iterator[HeldSource]:
+def _held(candidate: Candidate, hold: StepHold, ranks: Group, held: StepsInMemory | None) -> Iterator[HeldSource]:
     """Hold a step on all ranks, and raise `_RemovedError` on all of them for an error caused by its removal."""
-    if where.save is not None and held is not None:
-        yield _InMemory(held, where.save, ranks)
+    if candidate.save is not None and held is not None:
+        yield _InMemory(held, candidate.save, ranks)
         return
     try:
         yield hold
     except (CheckpointCorruptError, CheckpointNotFoundError, StorageError) as error:
         if hold.was_removed(error):
-            raise _RemovedError(f"step {where.step} of {hold.root.path} was removed while it was read") from error
+            raise _RemovedError(f"step {candidate.step} of {hold.root.path} was removed while it was read") from error
         raise
     finally:
         hold.close()
@@ -331,7 +332,7 @@ def _held(where: Place, hold: StepHold, ranks: Group, held: MemoryTier | None) -
 class _InMemory:
     """A step in memory while it is read."""
 
-    tier: MemoryTier
+    tier: StepsInMemory
     save: str
     ranks: Group
     is_node_local: bool = False

@@ -40,7 +40,7 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
-from ckpt.ranks.group import Alone, Group, Phase
+from ckpt.ranks.group import Alone, CollectivePhase, Group
 from ckpt.storage.dtypes import torch_dtype_name
 from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.step_source import StepSource
@@ -200,7 +200,7 @@ class _Attempt:
         self._reading = False
         self._filled: frozenset[Path] | None = None  # from memory, once that was tried
 
-    def phase(self, action: str) -> AbstractContextManager[Phase]:
+    def phase(self, action: str) -> AbstractContextManager[CollectivePhase]:
         """Run one phase of the attempt; see `Group.all_or_none`."""
         return self._ranks.all_or_none(action, self._step)
 
@@ -224,7 +224,7 @@ class _Attempt:
         self._has_tensors = any(self._options.selects(path) for path in flat.tensors)
         self._match = match_state(self.index, flat, self._ranks.rank, optimizers.ignored, self._options)
         check_overlaps(self._match.reads, self._step)
-        self._match.problems += optimizers.problems
+        self._match.mismatches += optimizers.mismatches
         self._match.left_out += optimizers.left_out
         if self._options.only is not None:
             self._check_selection(state, flat, self._options.only)
@@ -232,7 +232,7 @@ class _Attempt:
         check_inference_tensors(owners)
         self._note_structure(structure)
         update = self._update = StateUpdate(self._match, owners, structure, handovers.by_path)
-        flags = _FLAGS.pack(bool(self._match.problems), update.tries, update.finishes)
+        flags = _FLAGS.pack(bool(self._match.mismatches), update.tries, update.finishes)
         return flags + known_names(self._match, str(self.index.summary["save"]))
 
     def _note_structure(self, structure: Structure) -> None:
@@ -277,19 +277,19 @@ class _Attempt:
             _log.warning(
                 "step %d has two tensors each where the state has one with two names:%s", self._step, _listed(pairs)
             )
-        problems = [problem.text for problem in match.problems]
+        problems = [problem.text for problem in match.mismatches]
         problems += [f"unexpected: {display(path)}" for path in unexpected]
         if not problems:
             return
         problems.sort(key=lambda problem: (problem.split(":")[0], problem))
         text = f"{len(problems)} name(s) of the state do not fit step {self._step}:{_listed(problems)}"
-        missing = [problem.path for problem in match.problems if problem.kind == "missing"]
+        missing = [problem.path for problem in match.mismatches if problem.kind == "missing"]
         text += "".join(f"\n{hint}" for hint in hints(missing, unexpected))
         if self._options.strict:
             raise StateMismatchError(text + "\nNothing was restored; strict=False restores what fits", step=self._step)
         lacks: Any = lacking(match, unexpected, self._options)
         what = f"Nothing of only={lacks!r} fits" if lacks else ""
-        if match.problems and not (match.reads if self._has_tensors else match.assignments or match.same):
+        if match.mismatches and not (match.reads if self._has_tensors else match.assignments or match.same):
             what = f"No {'tensor' if self._has_tensors else 'value'} of the state fits"
         if what:
             raise StateMismatchError(f"{text}\n{what}: nothing was restored", step=self._step)
@@ -301,7 +301,7 @@ class _Attempt:
         """Record what becomes of each name."""
         match = self._match
         by_kind: dict[bool, list[Path]] = {True: [], False: list(match.left_out)}
-        for problem in match.problems:
+        for problem in match.mismatches:
             if problem.kind == "unexpected":
                 unexpected = [*unexpected, problem.path]
             else:

@@ -24,7 +24,7 @@ from ckpt.loading.handover import Handover
 from ckpt.loading.match import Assignment, Match, Read, is_below
 from ckpt.loading.optimizers import keep_dtypes
 from ckpt.loading.own_loading import may_refuse
-from ckpt.loading.structure import Change, Structure
+from ckpt.loading.structure import ContainerUpdate, Structure
 from ckpt.paths import Path, display
 from ckpt.planning.state_dict import Owner, RngState
 
@@ -56,7 +56,7 @@ class StateUpdate:
         self._early = [*self._old, *(read for read in reads if is_below(read[0], new))]
         self._kept: list[tuple[Read, torch.Tensor]] = []
         self._assigned: list[Assignment] = []
-        self._changed: list[Change] = []
+        self._changed: list[ContainerUpdate] = []
         self._tried: list[Owner] = []
 
     @property

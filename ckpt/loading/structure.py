@@ -6,7 +6,7 @@ modules, optimizers, and the other objects at their top level; dicts and lists t
 that look like the state dict of a module; and the topmost level of the state.
 
 Nothing is changed in the state before the trial of the restore: containers that become different are walked as copies,
-whose items are put into the user's containers later (`Change`).
+whose items are put into the user's containers later (`ContainerUpdate`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ckpt.planning.state_dict import PerRank, holds_tensors
 from ckpt.planning.tensors import tensor_over
 from ckpt.storage.dtypes import torch_dtype, torch_dtype_name
 
-__all__ = ["NOTHING", "Change", "Structure", "form", "is_one_value", "is_plain"]
+__all__ = ["NOTHING", "ContainerUpdate", "Structure", "form", "is_one_value", "is_plain"]
 
 
 @dataclass(slots=True)
-class Change:
+class ContainerUpdate:
     """A container of the user, and the copy whose items it gets."""
 
     path: Path
@@ -77,7 +77,7 @@ class Structure:
         self._rank = rank
         self._options = options
         self._trees: dict[bool, StoredTree] = {}
-        self.changes: list[Change] = []
+        self.changes: list[ContainerUpdate] = []
         self.added: list[Path] = []
         self.removed: list[Path] = []
         self.new: list[Path] = []
@@ -96,7 +96,7 @@ class Structure:
         after = None if tree is None else self._adapted(path, node, tree, is_top=not path)
         if after is None:
             return node
-        self.changes.append(Change(path, node, after))
+        self.changes.append(ContainerUpdate(path, node, after))
         return after
 
     def adapt_object(self, path: Path, state_dict: Any, per_rank: bool) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.native import compiled, portable
-from ckpt.native.records import CHECKSUM_BYTES, RUN, SEGMENT
+from ckpt.native.record_types import CHECKSUM_BYTES, RUN, SEGMENT
 
 __all__ = [
     "CHECKSUM_BYTES",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.native.records import RUN, SEGMENT
+from ckpt.native.record_types import RUN, SEGMENT
 
 __all__ = ["Compiled", "load"]
 

@@ -6,7 +6,7 @@
 
 #include "crc32c.h"
 
-/* The same fields, in this order, as RUN in records.py. Addresses are numbers there. */
+/* The same fields, in this order, as RUN in record_types.py. Addresses are numbers there. */
 struct run {
     uint64_t to, from, bytes;
     uint64_t seal_at;   /* where the checksum of the bytes goes as well (little-endian), or 0 */
@@ -38,8 +38,8 @@ void ckpt_copy_runs(struct run *runs, uint64_t count) {
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* The same fields, in this order, as SEGMENT in records.py. At byte `base` of a file a series of blocks begins, each of
- * `block_bytes` bytes followed by their checksum. Row number r of the segment has `bytes` bytes: they go to `to` +
+/* The same fields, in this order, as SEGMENT in record_types.py. At byte `base` of a file a series of blocks begins, each
+ * of `block_bytes` bytes followed by their checksum. Row number r of the segment has `bytes` bytes: they go to `to` +
  * r * `to_step`, from byte `at` + r * `at_step` of the blocks, not counting checksums. */
 struct segment {
     uint64_t base, block_bytes, at, to, bytes, rows, at_step, to_step;

@@ -14,7 +14,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from ckpt.native.records import CHECKSUM_BYTES
+from ckpt.native.record_types import CHECKSUM_BYTES
 
 __all__ = ["check_pieces", "copy_runs", "crc32c", "crc32c_joined", "read_checked"]
 

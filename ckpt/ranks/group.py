@@ -10,13 +10,13 @@ from typing import Any
 
 from ckpt.ranks.failure import Failure
 
-__all__ = ["Alone", "Group", "Phase"]
+__all__ = ["Alone", "CollectivePhase", "Group"]
 
 _FINE, _FAILED = b"+", b"-"
 
 
 @dataclass(slots=True)
-class Phase:
+class CollectivePhase:
     """A part of a collective operation: its name for messages, the payload of this rank, then those of all, by rank."""
 
     action: str
@@ -54,14 +54,14 @@ class Group:
         return [Failure.from_bytes(answer[1:]) if answer.startswith(_FAILED) else answer[1:] for answer in answers]
 
     @contextmanager
-    def all_or_none(self, action: str, step: int | None = None) -> Iterator[Phase]:
+    def all_or_none(self, action: str, step: int | None = None) -> Iterator[CollectivePhase]:
         """Run a block that raises on all ranks if it raises on one, everywhere the same kind of error.
 
         The lowest rank that failed decides the kind. A rank that failed in the same way raises its own error.
         Collective, one all-gather, except for an exception that is no `Exception`, such as an interrupt: that leaves
         the block at once. `action` and `step` say what is done, for messages.
         """
-        phase = Phase(action)
+        phase = CollectivePhase(action)
         try:
             yield phase
         except Exception as error:

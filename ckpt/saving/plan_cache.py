@@ -26,7 +26,7 @@ from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription
 from ckpt.planning.exchange import Exchange
-from ckpt.planning.replicas import Kind, replica_kinds
+from ckpt.planning.replicated_tensors import Kind, replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState, flatten
 from ckpt.ranks.collectives import Ranks

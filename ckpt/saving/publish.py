@@ -17,7 +17,7 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError, CheckpointExistsError
 from ckpt.native import crc32c
 from ckpt.paths import Path
-from ckpt.saving.replicas import Warn, check_replicas
+from ckpt.saving.digests import Warn, check_replicas
 from ckpt.storage.array_metadata import root_document
 from ckpt.storage.documents import decode_document, encode_document, encode_root, well_formed
 from ckpt.storage.interface import Pending

@@ -34,8 +34,8 @@ __all__ = [
     "Latest",
     "Pinned",
     "PublishedStep",
-    "Retained",
     "Retention",
+    "RetentionReport",
     "is_number",
     "keep_policy",
     "retain",
@@ -224,7 +224,7 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
-class Retained:
+class RetentionReport:
     """The steps that were removed, how many are left, and those that the storage did not let go, with the reason.
 
     `absent`: the metrics that a policy is about, and no step has; `present` are those that the steps have.
@@ -260,8 +260,8 @@ def retain(
     facts: Facts,
     *,
     held: Collection[str] = (),
-) -> Retained:
-    """Remove superfluous steps, and tell which: their files are deleted later (see `removal`).
+) -> RetentionReport:
+    """Remove superfluous steps, and tell which: their files are deleted later (see `remover`).
 
     Never removes a step that is pinned or being read, one that was published as a save in `held`, nor anything from
     `newest` on. `plan` is the digest of the plan that the next save is likely to have. For the owner: FencedError if
@@ -269,7 +269,7 @@ def retain(
     would have to.
     """
     if retention.keep is None:
-        return Retained()
+        return RetentionReport()
     root.ownership.check(token)
     steps = root.listed_steps()
     published = [step for step in steps if step <= newest]
@@ -285,7 +285,7 @@ def retain(
     failed: dict[int, str] = {}
     reuse = plan if retention.reuse_files else None
     removed = root.retire_steps(superfluous, token, reuse, failed=failed) if superfluous else []
-    return Retained(tuple(removed), len(steps) - len(removed), failed, *_metrics_of(retention.keep, known))
+    return RetentionReport(tuple(removed), len(steps) - len(removed), failed, *_metrics_of(retention.keep, known))
 
 
 def _metrics_of(keep: Keep, steps: Sequence[PublishedStep]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from ckpt.paths import Path
-from ckpt.planning.replicas import Kind
+from ckpt.planning.replicated_tensors import Kind
 from ckpt.planning.state_dict import FlatState
-from ckpt.saving.replicas import ENTRY, Digests, InSlot, Tolerance, name_key
+from ckpt.saving.digests import ENTRY, Digests, InSlot, Tolerance, name_key
 from ckpt.staging.runs import checksums_of
 from ckpt.staging.strided import is_plain, memory_of, some_bytes
 from ckpt.storage.documents import canonical_json

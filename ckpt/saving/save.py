@@ -25,6 +25,7 @@ from ckpt.observing import emit, is_observed
 from ckpt.options import Snapshots
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.failure import Failure
+from ckpt.saving.digests import DifferingNames
 from ckpt.saving.drain import InFlight, drain, refuse_others, settle
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.host_memory import HostLimit
@@ -33,7 +34,6 @@ from ckpt.saving.memory_tier import MemoryTier
 from ckpt.saving.observed_save import ObservedSave
 from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
-from ckpt.saving.replicas import DifferingNames
 from ckpt.saving.replicator import Replicator
 from ckpt.saving.root_claim import RootClaim
 from ckpt.saving.scheduled import Scheduled, wait_for_program

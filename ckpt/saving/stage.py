@@ -19,9 +19,9 @@ from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.state_dict import FlatState
 from ckpt.ranks.collectives import Ranks
+from ckpt.saving.digests import Digests, Tolerance
 from ckpt.saving.layout import RankLayout
 from ckpt.saving.plan_cache import CachedPlan, PreparedState
-from ckpt.saving.replicas import Digests, Tolerance
 from ckpt.saving.share import HEADER_BYTES, SAMPLES_OFFSET, Share
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.staging.arena import Arena, Slot, SlotState

@@ -21,9 +21,9 @@ import numpy as np
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.paths import Path
 from ckpt.ranks.failure import Failure
+from ckpt.saving.digests import Digests
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.recover import Branch
-from ckpt.saving.replicas import Digests
 from ckpt.saving.retention import Retention
 from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions

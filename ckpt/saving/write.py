@@ -38,7 +38,7 @@ from ckpt.ranks.failure import Failure
 from ckpt.saving.giving_up import Fenced, error_for, give_up
 from ckpt.saving.publish import PartFile, publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
-from ckpt.saving.removal import Remover
+from ckpt.saving.remover import Remover
 from ckpt.saving.retention import Facts, PublishedStep, retain
 from ckpt.saving.task import (
     COORDINATOR,

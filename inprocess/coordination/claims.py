@@ -24,7 +24,7 @@ from inprocess.ipc.process import Process
 from inprocess.ipc.proofs import fresh_nonce
 from inprocess.rank_environment import scheduled_ranks
 
-__all__ = ["Claim", "RankSlot", "Slots"]
+__all__ = ["RankClaim", "RankClaims", "RankSlot"]
 
 # Variables that may differ between ranks of one job, or that are secrets.
 _OF_ONE_RANK = re.compile(
@@ -36,7 +36,7 @@ _RANK_ARGUMENT = re.compile(r"--?([a-z]+[-_])?rank(=.*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class RankClaim:
     """The claim of a process to be `rank` of `world_size`.
 
     `marks` are hashes of what the processes of a job have in common, `parent` is that on its `host`.
@@ -51,7 +51,7 @@ class Claim:
     marks: frozenset[str]
 
     @classmethod
-    def of_this_process(cls, rank: int, world_size: int) -> Claim:
+    def of_this_process(cls, rank: int, world_size: int) -> RankClaim:
         """Return a new claim of the calling process."""
         process, parent = Process.here(), os.getppid()
         name = f"process {process.pid} on {os.uname().nodename}"
@@ -63,7 +63,7 @@ class Claim:
         return json.dumps([*about, sorted(self.marks)], separators=(",", ":"))
 
     @classmethod
-    def decode(cls, data: bytes) -> Claim:
+    def decode(cls, data: bytes) -> RankClaim:
         """Return the claim that `encode` has encoded. ValueError for anything else."""
         try:
             id_, rank, world_size, host, parent, name, marks = json.loads(data)
@@ -71,45 +71,45 @@ class Claim:
         except (TypeError, ValueError) as error:
             raise ValueError(f"this is not the claim of a rank: {data[:100]!r}") from error
 
-    def difference(self, other: Claim) -> int:
+    def difference(self, other: RankClaim) -> int:
         """Return in how many marks the two processes differ; of one job it is mostly 0."""
         return len(self.marks ^ other.marks) + (self.host == other.host and self.parent != other.parent)
 
 
-class Slots:
-    """The ranks of the job of `own`, which is rank 0, each for one claim.
+class RankClaims:
+    """The claims for the ranks of the job of `own`, which is rank 0; of each rank, one is taken.
 
     `certain`: no other job can meet here, so all claims of a rank are as good.
     """
 
-    def __init__(self, own: Claim, *, certain: bool = False) -> None:
+    def __init__(self, own: RankClaim, *, certain: bool = False) -> None:
         self._own = own
         self._certain = certain
-        self._rivals: list[Claim] = []  # other ranks 0
-        self._claims: dict[int, list[Claim]] = {rank: [] for rank in range(1, own.world_size)}
+        self._rivals: list[RankClaim] = []  # other ranks 0
+        self._by_rank: dict[int, list[RankClaim]] = {rank: [] for rank in range(1, own.world_size)}
 
-    def add(self, claim: Claim) -> str | None:
+    def add(self, claim: RankClaim) -> str | None:
         """Add a claim; return why it is none of this job, if that is clear."""
         if claim.world_size != self._own.world_size:
             return f"it is one of {claim.world_size} ranks, and this job has {self._own.world_size}"
         if claim.rank == 0:
             self._rivals.append(claim)
             return "this job has a rank 0"
-        if claim.rank not in self._claims:
+        if claim.rank not in self._by_rank:
             return f"a job of {claim.world_size} has no such rank"
-        self._claims[claim.rank].append(claim)
+        self._by_rank[claim.rank].append(claim)
         return None
 
     @property
-    def taken(self) -> dict[int, Claim]:
+    def taken(self) -> dict[int, RankClaim]:
         """The best claim of each rank, of those that have one."""
-        found = {rank: self._best(claims) for rank, claims in self._claims.items()}
+        found = {rank: self._best(claims) for rank, claims in self._by_rank.items()}
         return {rank: claim for rank, claim in found.items() if claim is not None}
 
     @property
     def is_full(self) -> bool:
         """Whether each rank has a claim."""
-        return len(self.taken) == len(self._claims)
+        return len(self.taken) == len(self._by_rank)
 
     @property
     def is_alike(self) -> bool:
@@ -119,16 +119,16 @@ class Slots:
     def missing(self) -> str:
         """Return the ranks that have no claim, and which claims are of another job, for a message."""
         taken = self.taken
-        text = f"missing: {compact_ranks(set(self._claims) - set(taken))}"
+        text = f"missing: {compact_ranks(set(self._by_rank) - set(taken))}"
         others = self._rivals + [
-            each for claims in self._claims.values() for each in claims if each not in taken.values()
+            each for claims in self._by_rank.values() for each in claims if each not in taken.values()
         ]
         if others:
             names = ", ".join(f"{claim.name} as rank {claim.rank}" for claim in others[:4])
             text += f"; of another job, which uses the same port: {names}"
         return text
 
-    def _best(self, claims: list[Claim]) -> Claim | None:
+    def _best(self, claims: list[RankClaim]) -> RankClaim | None:
         ours = [
             claim
             for claim in claims
@@ -136,7 +136,7 @@ class Slots:
         ]
         return min(ours, key=self._difference, default=None)  # of equal ones the first
 
-    def _difference(self, claim: Claim) -> int:
+    def _difference(self, claim: RankClaim) -> int:
         return 0 if self._certain else self._own.difference(claim)
 
 

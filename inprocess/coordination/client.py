@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Self
 
-from inprocess.coordination.connection import ClientConnection, RefusedError
+from inprocess.bounded_waits import wait_until_set
+from inprocess.coordination.frame_stream import ClientConnection, RefusedError
 from inprocess.coordination.store_compat import CompatibleVerbs
 from inprocess.coordination.verbs import StoreVerbs, VerbCall
 from inprocess.coordination.wire import Access, Frame, Op, WireError, encode, pack_number
@@ -25,7 +26,6 @@ from inprocess.ipc.proofs import fresh_nonce
 from inprocess.ipc.suspension import Silence
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.wakeup import Wakeup
-from inprocess.waiting import wait_until_set
 
 __all__ = ["CoordinationStore", "StoreClient"]
 

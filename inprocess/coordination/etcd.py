@@ -31,12 +31,12 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
-from inprocess.coordination.etcd_gateway import EtcdCluster, EtcdGateway, Request, address_towards
+from inprocess.coordination.etcd_gateway import EtcdCluster, EtcdGateway, EtcdRequest, address_towards
 from inprocess.coordination.etcd_messages import (
     Answers,
     Entry,
+    KeyRange,
     Message,
-    Span,
     after,
     as_of,
     condition,
@@ -158,12 +158,12 @@ class EtcdClient(CompatibleVerbs):
 
     def _set(self, call: VerbCall) -> tuple[bytes, ...]:
         for batch in _batches(list(zip(call.names, call.values, strict=True)), _OPS // 2):
-            deletions = [delete(self._span("k", f"{key}\0")) for key, _ in batch]  # removes what was appended
+            deletions = [delete(self._range("k", f"{key}\0")) for key, _ in batch]  # removes what was appended
             self._change(call.guard, [*(self._put("k", key, "", value) for key, value in batch), *deletions])
         return ()
 
     def _get(self, call: VerbCall) -> tuple[bytes, ...]:
-        def look(request: Request) -> _Look[tuple[bytes, ...]]:
+        def look(request: EtcdRequest) -> _Look[tuple[bytes, ...]]:
             found: list[bytes] = []
             for batch in _batches(call.names, _OPS):
                 answers = self._read(request, call.guard, [read(self._content(key)) for key in batch])
@@ -210,12 +210,12 @@ class EtcdClient(CompatibleVerbs):
         return (pack_number(answers.deleted(0) > 0),)
 
     def _delete_prefix(self, call: VerbCall) -> tuple[bytes, ...]:
-        answers = self._change(call.guard, [delete(self._span(kind, call.names[0])) for kind in "kswr"])
+        answers = self._change(call.guard, [delete(self._range(kind, call.names[0])) for kind in "kswr"])
         assert answers is not None
         return (pack_number(answers.deleted(0) + answers.deleted(1)),)
 
     def _num_keys(self, _: VerbCall) -> tuple[bytes, ...]:
-        entries = self._ask([read(self._span("k", ""), keys_only=True)]).entries(0)
+        entries = self._ask([read(self._range("k", ""), keys_only=True)]).entries(0)
         return (pack_number(len({entry.name.rpartition(b"\0")[0] for entry in entries})),)
 
     # -- sets ----------------------------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ class EtcdClient(CompatibleVerbs):
     def _arrive(self, call: VerbCall) -> tuple[bytes, ...]:
         (name,), (member,) = call.names, call.values
         reads = [
-            read(self._span("s", f"{name}\0"), count_only=True),
-            read(self._span("w", f"{name}\0"), keys_only=True),
+            read(self._range("s", f"{name}\0"), count_only=True),
+            read(self._range("w", f"{name}\0"), keys_only=True),
         ]
         answers = self._change(call.guard, [self._put("s", name, member.decode()), *reads])
         assert answers is not None
@@ -237,17 +237,17 @@ class EtcdClient(CompatibleVerbs):
     def _wait_size(self, call: VerbCall) -> tuple[bytes, ...]:
         (name,), size = call.names, number(call.values[0])
 
-        def look(request: Request) -> _Look[tuple[bytes, ...]]:
-            answers = self._read(request, call.guard, [read(self._span("s", f"{name}\0"), count_only=True)])
+        def look(request: EtcdRequest) -> _Look[tuple[bytes, ...]]:
+            answers = self._read(request, call.guard, [read(self._range("s", f"{name}\0"), count_only=True)])
             if answers.count(0) >= size:
                 return _Look(0, (pack_number(answers.count(0)),))
-            return _Look(answers.revision, missing=Span(self._name("r", name, str(size))))
+            return _Look(answers.revision, missing=KeyRange(self._name("r", name, str(size))))
 
         self._change(call.guard, [self._put("w", name, str(size))])  # before the look: see `_arrive`
         return self._await(look, call)
 
     def _members(self, call: VerbCall) -> tuple[bytes, ...]:
-        entries = self._ask([read(self._span("s", f"{call.names[0]}\0"), keys_only=True)]).entries(0)
+        entries = self._ask([read(self._range("s", f"{call.names[0]}\0"), keys_only=True)]).entries(0)
         return tuple(suffix(entry).encode() for entry in entries)
 
     # -- names ---------------------------------------------------------------------------------------------------------
@@ -255,15 +255,15 @@ class EtcdClient(CompatibleVerbs):
     def _name(self, kind: str, name: str, rest: str) -> bytes:
         return f"{self._root}{kind}/{name}\0{rest}".encode()
 
-    def _content(self, key: str) -> Span:
-        """Return the span of the value of a key, and of what was appended to it."""
+    def _content(self, key: str) -> KeyRange:
+        """Return the range of the value of a key, and of what was appended to it."""
         name = self._name("k", key, "")
-        return Span(name, after(name))
+        return KeyRange(name, after(name))
 
-    def _span(self, kind: str, prefix: str) -> Span:
-        """Return the span of all names of a kind that begin with `prefix` and are longer."""
+    def _range(self, kind: str, prefix: str) -> KeyRange:
+        """Return the range of all names of a kind that begin with `prefix` and are longer."""
         first = f"{self._root}{kind}/{prefix}".encode()
-        return Span(first + b"\0" if prefix.endswith("\0") else first, after(first))
+        return KeyRange(first + b"\0" if prefix.endswith("\0") else first, after(first))
 
     def _put(self, kind: str, name: str, rest: str, value: str | bytes = b"") -> Message:
         return put(self._name(kind, name, rest), in_bytes(value), self._lease)
@@ -271,14 +271,14 @@ class EtcdClient(CompatibleVerbs):
     # -- transactions --------------------------------------------------------------------------------------------------
 
     def _transact(
-        self, request: Request, compare: list[Message], then: list[Message], otherwise: list[Message]
+        self, request: EtcdRequest, compare: list[Message], then: list[Message], otherwise: list[Message]
     ) -> Answers:
         document = {"compare": compare, "success": then, "failure": otherwise}
         return Answers(self._gateway.post(request, "/v3/kv/txn", document))
 
-    def _read(self, request: Request, guard: Guard, reads: list[Message]) -> Answers:
+    def _read(self, request: EtcdRequest, guard: Guard, reads: list[Message]) -> Answers:
         """Read at one revision. StaleViewError if the guard does not hold then."""
-        answers = self._transact(request, [], [*reads, read(Span(self._name("k", guard.key, "")))], [])
+        answers = self._transact(request, [], [*reads, read(KeyRange(self._name("k", guard.key, "")))], [])
         _require(guard, answers.entries(len(reads)))
         return answers
 
@@ -294,7 +294,7 @@ class EtcdClient(CompatibleVerbs):
                 f"{key!r} was appended to: in an etcd store, such a key cannot be used by add or compare_set"
             )
         version = entries[0].revision if entries else 0
-        unchanged = [condition(Span(name), "MOD", version), condition(self._span("k", f"{key}\0"), "MOD", 0)]
+        unchanged = [condition(KeyRange(name), "MOD", version), condition(self._range("k", f"{key}\0"), "MOD", 0)]
         return joined(entries), unchanged
 
     def _change(self, guard: Guard, ops: list[Message], compare: Sequence[Message] = ()) -> Answers | None:
@@ -303,15 +303,15 @@ class EtcdClient(CompatibleVerbs):
         StaleViewError if the guard does not hold.
         """
         serial = uuid.uuid4().hex
-        guard_span = Span(self._name("k", guard.key, ""))
-        guarded = [condition(guard_span, "VALUE", guard.value)] if guard.key else []
+        guard_range = KeyRange(self._name("k", guard.key, ""))
+        guarded = [condition(guard_range, "VALUE", guard.value)] if guard.key else []
 
-        def change(request: Request, slot: _Slot) -> Answers | None:
-            mark = Span(self._name("m", self._id, str(slot.number)))
+        def change(request: EtcdRequest, slot: _Slot) -> Answers | None:
+            mark = KeyRange(self._name("m", self._id, str(slot.number)))
             then = [*ops, self._put("m", self._id, str(slot.number), serial)]
             while True:
                 unmarked = condition(mark, "MOD", slot.revision)
-                answers = self._transact(request, [unmarked, *guarded, *compare], then, [read(mark), read(guard_span)])
+                answers = self._transact(request, [unmarked, *guarded, *compare], then, [read(mark), read(guard_range)])
                 if answers.succeeded:
                     self._has_changed = True
                     slot.revision = answers.revision
@@ -329,12 +329,12 @@ class EtcdClient(CompatibleVerbs):
         with self._slots.one() as slot:
             return self._gateway.run(lambda request: change(request, slot))
 
-    def _await(self, look: Callable[[Request], _Look[_T]], call: VerbCall) -> _T:
+    def _await(self, look: Callable[[EtcdRequest], _Look[_T]], call: VerbCall) -> _T:
         """Call `look` after every change until it finds what is waited for; return that."""
         limit_s, guard = self._limit(call.timeout).total_seconds(), call.guard
         deadline = time.monotonic() + limit_s
 
-        def wait(request: Request) -> _T:
+        def wait(request: EtcdRequest) -> _T:
             while True:
                 found = look(request)
                 if found.missing is None:
@@ -343,14 +343,14 @@ class EtcdClient(CompatibleVerbs):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise StoreTimeoutError(f"{call.label} did not appear in the store within {limit_s:g} s")
-                spans = [found.missing, *([Span(self._name("k", guard.key, ""))] if guard.key else [])]
-                self._gateway.wait_for_event(request, map(place, spans), found.revision, min(left_s, _CHECK_S))
+                ranges = [found.missing, *([KeyRange(self._name("k", guard.key, ""))] if guard.key else [])]
+                self._gateway.wait_for_event(request, map(place, ranges), found.revision, min(left_s, _CHECK_S))
 
         return self._gateway.run(wait)
 
     # -- the lease -----------------------------------------------------------------------------------------------------
 
-    def _make_lease(self, request: Request) -> None:
+    def _make_lease(self, request: EtcdRequest) -> None:
         try:
             self._gateway.post(request, "/v3/lease/grant", {"ID": str(self._lease), "TTL": str(_LEASE_S)})
         except StoreError as error:
@@ -379,7 +379,7 @@ class EtcdClient(CompatibleVerbs):
                 if self.lost:
                     return
 
-    def _renew_lease(self, request: Request) -> None:
+    def _renew_lease(self, request: EtcdRequest) -> None:
         answer = self._gateway.post(request, "/v3/lease/keepalive", {"ID": str(self._lease)})
         if int(answer.get("TTL", 0)) <= 0:
             raise StoreError(f"the lease of job {self.job!r} has expired: no process renewed it for {_LEASE_S} s")
@@ -408,7 +408,7 @@ class _Look(NamedTuple, Generic[_T]):
 
     revision: int
     value: _T | None = None
-    missing: Span | None = None
+    missing: KeyRange | None = None
 
 
 @dataclass

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from inprocess.bounded_waits import BoundedCall
 from inprocess.exception import StoreError, StoreLostError
 from inprocess.ipc.suspension import Silence
-from inprocess.waiting import BoundedCall
 
-__all__ = ["EtcdCluster", "EtcdGateway", "Request", "address_towards"]
+__all__ = ["EtcdCluster", "EtcdGateway", "EtcdRequest", "address_towards"]
 
 _log = logging.getLogger(__name__)
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
@@ -88,7 +88,7 @@ class EtcdCluster:
         return not (local or self.user or self.cert)
 
 
-class Request:
+class EtcdRequest:
     """A pending request. `cancel` may be called from any thread."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class EtcdGateway:
         self._member = 0
         self._token = ""
         self._idle: list[tuple[int, http.client.HTTPConnection]] = []
-        self._requests: set[Request] = set()
+        self._requests: set[EtcdRequest] = set()
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
@@ -141,7 +141,7 @@ class EtcdGateway:
 
     # -- in the thread of the caller -----------------------------------------------------------------------------------
 
-    def run(self, function: Callable[[Request], _R]) -> _R:
+    def run(self, function: Callable[[EtcdRequest], _R]) -> _R:
         """Call `function(request)`, and return what it returns.
 
         For the main thread the function runs in another thread, so that an exception thrown into the main thread ends
@@ -149,7 +149,7 @@ class EtcdGateway:
         """
         if os.getpid() != self._pid:
             raise StoreError("this process was forked from one that uses the coordination store, and cannot use it")
-        request = Request()
+        request = EtcdRequest()
         with self._lock:
             self._requests.add(request)
         try:
@@ -176,7 +176,7 @@ class EtcdGateway:
 
     # -- in the thread of the request ----------------------------------------------------------------------------------
 
-    def post(self, request: Request, path: str, document: dict[str, Any]) -> dict[str, Any]:
+    def post(self, request: EtcdRequest, path: str, document: dict[str, Any]) -> dict[str, Any]:
         """Send a message and return the answer. StoreError if the cluster refuses it, or this gateway is closed."""
         silence, pause_s = Silence(self._patience_s), _PAUSE_S
         while True:
@@ -199,7 +199,7 @@ class EtcdGateway:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S, max(_PAUSE_S, self._patience_s / 10))
 
     def wait_for_event(
-        self, request: Request, places: Iterable[dict[str, Any]], revision: int, timeout_s: float
+        self, request: EtcdRequest, places: Iterable[dict[str, Any]], revision: int, timeout_s: float
     ) -> None:
         """Wait until something has changed after `revision` in one of these places, at most `timeout_s`.
 
@@ -230,7 +230,7 @@ class EtcdGateway:
         self.failure = self.failure or StoreLostError(f"the coordination store is lost: {why}")
         return self.failure
 
-    def require_usable(self, request: Request) -> None:
+    def require_usable(self, request: EtcdRequest) -> None:
         """Raise if the cluster is lost, this gateway is closed, or the request was cancelled."""
         if self.failure is not None:
             raise self.failure
@@ -239,7 +239,7 @@ class EtcdGateway:
         if request.cancelled:
             raise StoreError("the request was cancelled")
 
-    def _post_to(self, member: int, request: Request, path: str, document: dict[str, Any]) -> dict[str, Any]:
+    def _post_to(self, member: int, request: EtcdRequest, path: str, document: dict[str, Any]) -> dict[str, Any]:
         for is_fresh in (False, True):
             connection = None if is_fresh else self._take_idle(member)
             reused = connection is not None

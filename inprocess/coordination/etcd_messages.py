@@ -1,4 +1,4 @@
-"""Messages of the etcd interface that the store uses: transactions, and the spans of keys they concern.
+"""Messages of the etcd interface that the store uses: transactions, and the ranges of keys they concern.
 
 Source: etcd's documentation, "API reference": TxnRequest, RangeRequest, PutRequest, DeleteRangeRequest, Compare.
 """
@@ -13,8 +13,8 @@ from inprocess.coordination.verbs import in_bytes
 __all__ = [
     "Answers",
     "Entry",
+    "KeyRange",
     "Message",
-    "Span",
     "after",
     "as_of",
     "condition",
@@ -30,7 +30,7 @@ __all__ = [
 Message: TypeAlias = dict[str, Any]
 
 
-class Span(NamedTuple):
+class KeyRange(NamedTuple):
     """A key, or all keys from `first` to before `end`, in etcd's sense."""
 
     first: bytes
@@ -70,14 +70,14 @@ class Answers:
         return int(response["response_delete_range"].get("deleted", 0))
 
 
-def place(span: Span) -> Message:
+def place(keys: KeyRange) -> Message:
     """Return the fields of a message that name the keys it concerns."""
-    return {"key": encoded(span.first), **({"range_end": encoded(span.end)} if span.end else {})}
+    return {"key": encoded(keys.first), **({"range_end": encoded(keys.end)} if keys.end else {})}
 
 
-def read(span: Span, **options: bool) -> Message:
-    """Return the operation that reads a span, in the order of creation."""
-    return {"request_range": {**place(span), "sort_order": "ASCEND", "sort_target": "CREATE", **options}}
+def read(keys: KeyRange, **options: bool) -> Message:
+    """Return the operation that reads a range, in the order of creation."""
+    return {"request_range": {**place(keys), "sort_order": "ASCEND", "sort_target": "CREATE", **options}}
 
 
 def put(key: bytes, value: bytes, lease: int) -> Message:
@@ -85,16 +85,16 @@ def put(key: bytes, value: bytes, lease: int) -> Message:
     return {"request_put": {"key": encoded(key), "value": encoded(value), "lease": str(lease)}}
 
 
-def delete(span: Span) -> Message:
-    """Return the operation that deletes all keys of a span."""
-    return {"request_delete_range": place(span)}
+def delete(keys: KeyRange) -> Message:
+    """Return the operation that deletes all keys of a range."""
+    return {"request_delete_range": place(keys)}
 
 
-def condition(span: Span, target: str, value: int | str) -> Message:
-    """Return the condition that all keys of a span have this value or revision; 0: there are none."""
+def condition(keys: KeyRange, target: str, value: int | str) -> Message:
+    """Return the condition that all keys of a range have this value or revision; 0: there are none."""
     if target == "VALUE":
-        return {**place(span), "target": "VALUE", "result": "EQUAL", "value": encoded(in_bytes(str(value)))}
-    return {**place(span), "target": target, "result": "EQUAL", "mod_revision": str(value)}
+        return {**place(keys), "target": "VALUE", "result": "EQUAL", "value": encoded(in_bytes(str(value)))}
+    return {**place(keys), "target": target, "result": "EQUAL", "mod_revision": str(value)}
 
 
 def as_of(op: Message, revision: int) -> Message:
@@ -117,7 +117,7 @@ def suffix(entry: Entry) -> str:
 
 
 def after(name: bytes) -> bytes:
-    """Return the end of the span of all names that begin with `name`."""
+    """Return the end of the range of all names that begin with `name`."""
     return name[:-1] + bytes([name[-1] + 1])
 
 

@@ -24,13 +24,13 @@ from collections.abc import Callable, Set
 from datetime import timedelta
 from typing import Any
 
-from inprocess.coordination.claims import Claim, Slots
+from inprocess.bounded_waits import bounded_call
+from inprocess.coordination.claims import RankClaim, RankClaims
 from inprocess.coordination.wire import Access
 from inprocess.exception import RestartError, StoreError
 from inprocess.ipc.proofs import job_secret
 from inprocess.rank_environment import scheduled_ranks
-from inprocess.unblock.stores import connect_store
-from inprocess.waiting import bounded_call
+from inprocess.unblock.store_waits import connect_store
 
 __all__ = ["Rendezvous", "new_access"]
 
@@ -66,7 +66,7 @@ class Rendezvous:
         job = scheduled.job if scheduled is not None and scheduled.world_size == world_size else ""
         self._prefix = f"inprocess/{_launch()}/{job}/{_calls}"
         self._is_certain = bool(job)
-        self._claim = Claim.of_this_process(rank, world_size)
+        self._claim = RankClaim.of_this_process(rank, world_size)
         self._address = _launcher_address()
         self._has_agent = os.environ.get("TORCHELASTIC_RUN_ID") is not None and _agent is not None
 
@@ -104,20 +104,20 @@ class Rendezvous:
     def _admit(self, document: str) -> None:
         """Serve a store at MASTER_PORT until one process for each rank has read the document there."""
         store, own = self._own_store(), self._claim
-        slots, admitted = Slots(own, certain=self._is_certain), {own.id}
-        desk = _Desk(store, self._prefix, slots)
+        claims, admitted = RankClaims(own, certain=self._is_certain), {own.id}
+        desk = _Desk(store, self._prefix, claims)
         better_s = min(_BETTER_CLAIMS_S, self._timeout_s / 4)
         store.set(f"{self._prefix}/rank_0", own.encode())
-        changed_s, taken = time.monotonic(), slots.taken
+        changed_s, taken = time.monotonic(), claims.taken
 
         def is_settled() -> bool:
             nonlocal changed_s, taken
             desk.take_claims()
-            if slots.taken != taken:
-                changed_s, taken = time.monotonic(), slots.taken
-            return slots.is_full and (slots.is_alike or time.monotonic() - changed_s >= better_s)
+            if claims.taken != taken:
+                changed_s, taken = time.monotonic(), claims.taken
+            return claims.is_full and (claims.is_alike or time.monotonic() - changed_s >= better_s)
 
-        self._wait(is_settled, slots.missing)
+        self._wait(is_settled, claims.missing)
         admitted |= {claim.id for claim in taken.values()}
         desk.answer(admitted, document)
 
@@ -149,17 +149,17 @@ class Rendezvous:
             time.sleep(_PAUSE_S)  # the previous job may just be ending
         raise StoreError(f"rank 0 cannot listen at MASTER_PORT {port}; is another job using it? {problem}")
 
-    def _rival(self) -> Claim | None:
+    def _rival(self) -> RankClaim | None:
         """Return the process that serves the meeting at MASTER_PORT as rank 0, if one does; it learns of this one."""
         dist: Any = importlib.import_module("torch.distributed")
         assert self._address is not None
         host, port = self._address
 
-        def look() -> Claim | None:
+        def look() -> RankClaim | None:
             store = dist.TCPStore(host, port, None, False, timedelta(seconds=1), wait_for_workers=False)
             if not store.check([f"{self._prefix}/rank_0"]):
                 return None
-            rival = Claim.decode(store.get(f"{self._prefix}/rank_0"))
+            rival = RankClaim.decode(store.get(f"{self._prefix}/rank_0"))
             _put_claim(store, self._prefix, self._claim)
             return rival
 
@@ -239,13 +239,13 @@ class Rendezvous:
 class _Desk:
     """Claims at the store that this process serves, and the answers to them."""
 
-    def __init__(self, store: Any, prefix: str, slots: Slots) -> None:
+    def __init__(self, store: Any, prefix: str, claims: RankClaims) -> None:
         self.refused = 0
         self._store = store
         self._prefix = prefix
-        self._slots = slots
+        self._claims = claims
         self._expected: set[int] = set()  # numbers of claims that are announced
-        self._unanswered: dict[int, Claim] = {}
+        self._unanswered: dict[int, RankClaim] = {}
         self._count = 0
 
     def take_claims(self) -> None:
@@ -257,8 +257,8 @@ class _Desk:
             if not self._store.check([f"{self._prefix}/claim/{number}"]):
                 continue
             self._expected.discard(number)
-            claim = Claim.decode(self._store.get(f"{self._prefix}/claim/{number}"))
-            refusal = self._slots.add(claim)
+            claim = RankClaim.decode(self._store.get(f"{self._prefix}/claim/{number}"))
+            refusal = self._claims.add(claim)
             if refusal is None:
                 self._unanswered[number] = claim
             elif claim.rank != 0:  # another rank 0 does not wait for an answer
@@ -280,7 +280,7 @@ class _Desk:
         self._store.set(f"{self._prefix}/answer/{number}", json.dumps({"refused": reason}))
 
 
-def _put_claim(store: Any, prefix: str, claim: Claim) -> int:
+def _put_claim(store: Any, prefix: str, claim: RankClaim) -> int:
     """Write a claim, and return its number."""
     number = int(store.add(f"{prefix}/claims", 1))
     store.set(f"{prefix}/claim/{number}", claim.encode())

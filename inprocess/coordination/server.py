@@ -19,8 +19,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from inprocess.coordination.connection import FrameStream
 from inprocess.coordination.contents import Answer, Contents, Waiter, Waiters
+from inprocess.coordination.frame_stream import FrameStream
 from inprocess.coordination.wire import (
     MAX_BODY,
     MAX_GREETING,

@@ -7,7 +7,7 @@ import time
 from inprocess.fault_tolerance.recorder import Recorder
 from inprocess.monitor_process.messages import RankInfo
 from inprocess.sections.board_reader import read_board
-from inprocess.sections.deadlines import Alarm, AlarmAction, Deadline
+from inprocess.sections.deadlines import ActivityDeadline, Alarm, AlarmAction
 from inprocess.sections.report import report_alarm
 
 __all__ = ["BackgroundSection"]
@@ -37,7 +37,7 @@ class BackgroundSection:
         since, limit = reading.activity.background.get(self._name), reading.limits.sections.get(self._name)
         if since is None or limit is None:
             return f"was late in section {self._name!r} and was killed"
-        late = Deadline(f"in section {self._name!r}", since, limit, self._name)
+        late = ActivityDeadline(f"in section {self._name!r}", since, limit, self._name)
         alarm = Alarm(AlarmAction.ABANDON, (late,), reading)
         report_alarm(alarm, board, pid or 0, self._rank, lambda: "")
         return f"was {alarm.summary}; it was killed"

@@ -21,7 +21,7 @@ from inprocess.fault_tolerance.data import WorkloadAction, WorkloadControlReques
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError, receive, send
 from inprocess.ipc.wakeup import Wakeup
-from inprocess.monitor_process.messages import CODEC, Failed, InboxItem, Message, Ok, RankInfo
+from inprocess.monitor_process.messages import CODEC, InboxItem, Message, Ok, RankInfo, RequestFailed
 from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
 __all__ = ["IpcConnector"]
@@ -136,7 +136,7 @@ class IpcConnector:
         try:
             packet = receive(end, CODEC)
             packet.close_fds()
-            answer: Message = Failed("only InboxItem is accepted here")
+            answer: Message = RequestFailed("only InboxItem is accepted here")
             if isinstance(packet.message, InboxItem):
                 answer = self._keep(_decoded(packet.message.value))
             send(end, CODEC, answer)
@@ -152,7 +152,7 @@ class IpcConnector:
     def _keep(self, value: Any) -> Message:
         with self._lock:
             if len(self._received) >= _MOST_PENDING:
-                return Failed(f"the inbox is full: {_MOST_PENDING} objects have not been fetched")
+                return RequestFailed(f"the inbox is full: {_MOST_PENDING} objects have not been fetched")
             self._received.append(value)
         return Ok()
 

@@ -148,7 +148,7 @@ class MonitorLink:
         os.environ[CLIENT_BOARD_ENV] = f"{os.getpid()}:{board_fd}"  # for a wrapper that stops the clocks
         if self._end is None:
             raise LinkError("not connected")
-        _ask(self._end, messages.Attach(), (board_fd,))
+        _ask(self._end, messages.AttachBoard(), (board_fd,))
         self._keeper.start()
         # What runs while the interpreter exits, such as handlers, may take longer than any limit.
         before_exit(weakref.WeakMethod(self.close))
@@ -276,7 +276,7 @@ class MonitorLink:
         try:
             if self._board_fd is None:
                 raise LinkError("closed")
-            _ask(end, messages.Attach(), (self._board_fd,))
+            _ask(end, messages.AttachBoard(), (self._board_fd,))
         except BaseException:
             end.close()
             raise
@@ -304,5 +304,5 @@ def _ask(end: socket.socket, message: messages.Message, fds: tuple[int, ...] = (
     if isinstance(answer, messages.Ok):
         return answer.values
     raise LinkError(
-        answer.cause if isinstance(answer, messages.Failed) else f"unexpected answer {type(answer).__name__}"
+        answer.cause if isinstance(answer, messages.RequestFailed) else f"unexpected answer {type(answer).__name__}"
     )

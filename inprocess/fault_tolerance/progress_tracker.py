@@ -6,9 +6,9 @@ import logging
 import os
 import re
 
+from inprocess.bounded_waits import bounded_call
 from inprocess.exception import TimeoutError
 from inprocess.fault_tolerance.config import FaultToleranceConfig
-from inprocess.waiting import bounded_call
 
 __all__ = ["TrainingProgressTracker"]
 

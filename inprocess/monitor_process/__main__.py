@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from inprocess.monitor_process.messages import CODEC, Failed, MonitorChannel, ServeRanks, Started, WatchRank
+from inprocess.monitor_process.messages import CODEC, MonitorChannel, RequestFailed, ServeRanks, Started, WatchRank
 
 _log = logging.getLogger("inprocess.monitor_process")
 
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
             _serve_ranks(task, channel)
     except BaseException as error:
         _log.exception("the monitor process failed")
-        channel.send(Failed(f"{type(error).__name__}: {error}"))
+        channel.send(RequestFailed(f"{type(error).__name__}: {error}"))
         return 1
     return 0
 

@@ -1,14 +1,14 @@
 """The messages between monitor processes, the ranks they watch, the wrapper and the launcher.
 
-    to a monitor, from the process that starts it    WatchRank or ServeRanks; answered by Started or Failed
+    to a monitor, from the process that starts it    WatchRank or ServeRanks; answered by Started or RequestFailed
       from a rank's wrapper, on the same channel     Connect, IterationStart, Progress, ...; not answered
-    to a monitor's socket, from a rank               Init, Attach, then Confirm
+    to a monitor's socket, from a rank               Init, AttachBoard, then Confirm
       from another monitor                           QueryStanding
     to a monitor's control socket, from a launcher   SetCycle, CloseConnection, Shutdown
     to a launcher's inbox, from a rank               InboxItem
 
-Each is one packet (see `inprocess.ipc.packets`). Requests to a socket are answered by Ok or Failed. A rank never waits
-until its monitor reads.
+Each is one packet (see `inprocess.ipc.packets`). Requests to a socket are answered by Ok or RequestFailed. A rank never
+waits until its monitor reads.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from inprocess.rank_environment import scheduled_ranks
 
 __all__ = [
     "CODEC",
-    "Attach",
+    "AttachBoard",
     "CloseConnection",
     "Confirm",
     "Connect",
     "DisableSiblingMonitor",
     "DisableTimeouts",
     "EnableTimeouts",
-    "Failed",
     "InboxItem",
     "Init",
     "IterationStart",
@@ -42,6 +41,7 @@ __all__ = [
     "Progress",
     "QueryStanding",
     "RankInfo",
+    "RequestFailed",
     "ServeRanks",
     "SetCycle",
     "Shutdown",
@@ -142,7 +142,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RequestFailed:
     """The answer to what did not work."""
 
     cause: str
@@ -230,7 +230,7 @@ class Init:
 
 
 @dataclass(frozen=True, slots=True)
-class Attach:
+class AttachBoard:
     """A rank's second message, with the descriptor of its board."""
 
 
@@ -279,7 +279,7 @@ Message = (
     WatchRank
     | ServeRanks
     | Started
-    | Failed
+    | RequestFailed
     | Ok
     | Shutdown
     | Connect
@@ -290,7 +290,7 @@ Message = (
     | EnableTimeouts
     | Leaving
     | Init
-    | Attach
+    | AttachBoard
     | Confirm
     | QueryStanding
     | CloseConnection

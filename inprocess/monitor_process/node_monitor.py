@@ -29,7 +29,7 @@ from inprocess.ipc.wakeup import Wakeup
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.device_health import DeviceHealth
 from inprocess.monitor_process.messages import CODEC, MonitorChannel, RankInfo, ServeRanks, Started
-from inprocess.monitor_process.neighbors import NeighborMonitors, OnAnswers
+from inprocess.monitor_process.neighbor_monitors import NeighborMonitors, OnAnswers
 from inprocess.monitor_process.rank_socket import RankSocket
 from inprocess.monitor_process.session import SessionServices
 from inprocess.monitor_process.state_machine import RankMonitorStateMachine, RestarterLog
@@ -184,7 +184,7 @@ class NodeMonitor:
             case messages.Shutdown():
                 self._end()
             case _:
-                return messages.Failed(f"unexpected message {type(message).__name__} on the control socket")
+                return messages.RequestFailed(f"unexpected message {type(message).__name__} on the control socket")
         return messages.Ok()
 
     # -- the worker of a launcher that dies ----------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class NodeMonitor:
         try:
             worker = WatchedProcess(pid)
         except OSError as error:
-            return messages.Failed(f"process {pid}: {error}")
+            return messages.RequestFailed(f"process {pid}: {error}")
         if self._worker is not None:
             self._worker.close()
         self._worker = worker

@@ -26,10 +26,10 @@ from inprocess.coordination.namespace import PrefixView
 from inprocess.exception import RestartError, StaleViewError
 from inprocess.ipc.suspension import Suspension
 from inprocess.monitor_process import messages
+from inprocess.monitor_process.job_store import iteration_store, open_store
 from inprocess.monitor_process.limits import Limit, ProgressLimits
 from inprocess.monitor_process.messages import Message, MonitorChannel, WatchRank
 from inprocess.monitor_process.sibling import SiblingMonitor
-from inprocess.monitor_process.stores import iteration_store, open_store
 from inprocess.monitor_process.watched import WatchedProcess, WatchedSections
 from inprocess.progress_watchdog import Timestamp
 from inprocess.sections.deadlines import AlarmAction

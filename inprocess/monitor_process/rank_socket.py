@@ -1,7 +1,7 @@
 """A socket to which the ranks of a launcher connect, and the session of one of them.
 
-    connection   NEW ──Init──▶ WAITING ──no session──▶ GREETED ──Attach──▶ WATCHED
-                    │                                      └──── ends ──────┴──▶ the session ends; the next may begin
+    connection   NEW ──Init──▶ WAITING ──no session──▶ GREETED ──AttachBoard──▶ WATCHED
+                    │                                      └──── ends ───────────┴──▶ session ends; the next may begin
                     └──QueryStanding──▶ answered, and closed
 
 One rank has a session at a time, and only the end of its connection or of its process, whichever is seen first, ends
@@ -241,7 +241,7 @@ class RankSocket:
                 if not again:
                     self._replace_others_of(connection)
                 self._begin_session()
-            case messages.Attach() if phase is _Phase.GREETED and packet.fds and session is not None:
+            case messages.AttachBoard() if phase is _Phase.GREETED and packet.fds and session is not None:
                 self._attach(connection, session, packet.fds[0])
             case messages.Confirm(events) if phase is _Phase.WATCHED and session is not None:
                 self._confirm(connection, session, events)
@@ -267,7 +267,7 @@ class RankSocket:
     def _confirm(self, connection: _Connection, session: Session, events: int) -> None:
         session.look()
         if session.events < events:
-            self._answer(connection, messages.Failed(f"the board has {session.events} events, not {events}"))
+            self._answer(connection, messages.RequestFailed(f"the board has {session.events} events, not {events}"))
         else:
             self._answer(connection, messages.Ok())
 
@@ -280,7 +280,7 @@ class RankSocket:
 
     def _refuse(self, connection: _Connection, cause: str) -> None:
         with contextlib.suppress(OSError):
-            send(connection.end, CODEC, messages.Failed(cause))
+            send(connection.end, CODEC, messages.RequestFailed(cause))
         self._drop(connection, cause)
 
     def _drop(self, connection: _Connection, reason: str) -> None:

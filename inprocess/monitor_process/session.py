@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from inprocess.monitor_process.messages import RankInfo, ServeRanks
-from inprocess.monitor_process.neighbors import OnAnswers
+from inprocess.monitor_process.neighbor_monitors import OnAnswers
 from inprocess.monitor_process.state_machine import RankMonitorState, RankMonitorStateMachine
 from inprocess.monitor_process.watched import WatchedProcess, WatchedSections
 from inprocess.sections.deadlines import Alarm

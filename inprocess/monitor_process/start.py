@@ -4,7 +4,7 @@ The process is started from scratch, so it has no torch, no CUDA context, no loc
 
     caller                                       python -m inprocess.monitor_process FD
       start_monitor ── WatchRank or ServeRanks ──▶ RankMonitor or NodeMonitor
-      MonitorHandle ◀── Started or Failed ────────
+      MonitorHandle ◀── Started or RequestFailed ─
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MonitorControl:
                 answer = receive(end, CODEC).message
             except EOFError:
                 raise ConnectionError(f"the monitor at {self.path} closed the connection") from None
-        if isinstance(answer, messages.Failed):
+        if isinstance(answer, messages.RequestFailed):
             raise ConnectionError(answer.cause)
 
 
@@ -118,7 +118,7 @@ class MonitorHandle:
             if isinstance(answer, messages.Started):
                 self._control_path = answer.control_path or ""
                 return
-            if isinstance(answer, messages.Failed):
+            if isinstance(answer, messages.RequestFailed):
                 raise MonitorStartError(answer.cause)
         code = self.exitcode
         if code is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from inprocess.sections import board as at
 from inprocess.sections.board import Board
 
-__all__ = ["Activity", "Event", "Limits", "Reading", "read_board", "recent_events"]
+__all__ = ["Activity", "SectionEvent", "Limits", "Reading", "read_board", "recent_events"]
 
 _READ_TRIES = 20
 _NS = 1e-9
@@ -52,7 +52,7 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SectionEvent:
     """An event of the rank, at a time of the section clock in seconds. `kind`: open, close or beat."""
 
     kind: str
@@ -98,7 +98,7 @@ def read_board(board: Board, now_ns: int) -> Reading:
     )
 
 
-def recent_events(board: Board) -> list[Event]:
+def recent_events(board: Board) -> list[SectionEvent]:
     """Return the latest events, the oldest first."""
     names = {slot: name for name, slot in board.slots.items()}
     found = []
@@ -106,7 +106,7 @@ def recent_events(board: Board) -> list[Event]:
         code, stamp = board.words[board.ring + 2 * index], board.words[board.ring + 2 * index + 1]
         if stamp > 0:
             kind = ("open", "close", "beat", "?")[code & 3]
-            found.append(Event(kind, names.get(code >> 2, ""), stamp * _NS))
+            found.append(SectionEvent(kind, names.get(code >> 2, ""), stamp * _NS))
     return sorted(found, key=lambda event: event.at)
 
 

@@ -17,7 +17,7 @@ from inprocess.sections.board import Board
 from inprocess.sections.board_reader import Activity, Limits, Reading, read_board
 from inprocess.sections.timeouts import STEP, WARMUP
 
-__all__ = ["Alarm", "AlarmAction", "Deadline", "SectionWatch", "deadlines"]
+__all__ = ["ActivityDeadline", "Alarm", "AlarmAction", "SectionWatch", "deadlines"]
 
 _SHORTEST_PAUSE_S = 0.005
 _RECHECK_S = 0.25
@@ -25,7 +25,7 @@ _NS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Deadline:
+class ActivityDeadline:
     """`what` has gone on since `since` and may take `limit` seconds. `section` is None for heartbeats and the gap."""
 
     what: str
@@ -43,7 +43,7 @@ class Deadline:
         return f"{self.what} for {now - self.since:.2f} s; the limit is {self.limit:g} s"
 
 
-def deadlines(activity: Activity, limits: Limits) -> tuple[Deadline, ...]:
+def deadlines(activity: Activity, limits: Limits) -> tuple[ActivityDeadline, ...]:
     """Return all deadlines that apply, the earliest first. Each one that has passed is a fault by itself."""
     found: list[tuple[str, float, float | None, str | None]] = []
     if activity.last_beat is None:
@@ -54,7 +54,7 @@ def deadlines(activity: Activity, limits: Limits) -> tuple[Deadline, ...]:
         found.append((f"in section {name!r}", since, _section_limit(name, activity, limits), name))
     if not activity.open and not _may_warm_up_outside(activity, limits):
         found.append(("outside all sections", activity.idle_since, limits.out_of_section, None))
-    applicable = [Deadline(what, since, limit, name) for what, since, limit, name in found if limit is not None]
+    applicable = [ActivityDeadline(what, since, limit, name) for what, since, limit, name in found if limit is not None]
     return tuple(sorted(applicable, key=lambda deadline: deadline.at))
 
 
@@ -82,7 +82,7 @@ class Alarm:
     """Deadlines that have passed, the earliest first, and what is to be done."""
 
     action: AlarmAction
-    overdue: tuple[Deadline, ...]
+    overdue: tuple[ActivityDeadline, ...]
     reading: Reading
 
     @property
@@ -159,17 +159,17 @@ class SectionWatch:
             self._note(alarm, now_s)
         return alarm
 
-    def _after_suspension(self, due: tuple[Deadline, ...]) -> tuple[Deadline, ...]:
+    def _after_suspension(self, due: tuple[ActivityDeadline, ...]) -> tuple[ActivityDeadline, ...]:
         if not self._suspensions:
             return due
 
-        def begun_again(deadline: Deadline) -> Deadline:
+        def begun_again(deadline: ActivityDeadline) -> ActivityDeadline:
             ends = [until for until, missed_s in self._suspensions if starts_again(missed_s, deadline.limit)]
             return replace(deadline, since=max([deadline.since, *ends]))
 
         return tuple(sorted(map(begun_again, due), key=lambda deadline: deadline.at))
 
-    def _alarm(self, due: tuple[Deadline, ...], reading: Reading, now_s: float) -> Alarm | None:
+    def _alarm(self, due: tuple[ActivityDeadline, ...], reading: Reading, now_s: float) -> Alarm | None:
         late = tuple(deadline for deadline in due if reading.now >= deadline.at)
         if not late:
             return None
@@ -180,7 +180,7 @@ class SectionWatch:
             return Alarm(AlarmAction.KILL, hopeless, reading)
         return None
 
-    def _kill_at(self, deadline: Deadline) -> float:
+    def _kill_at(self, deadline: ActivityDeadline) -> float:
         """Return when the rank is to be killed, on the section clock."""
         if self._grace_s is None:
             return deadline.at
@@ -194,7 +194,7 @@ class SectionWatch:
             self._kill_again_at = now_s + self._repeat_s
             self._look_within(now_s, self._repeat_s)
 
-    def _wait_for(self, due: tuple[Deadline, ...], reading: Reading, now_s: float) -> None:
+    def _wait_for(self, due: tuple[ActivityDeadline, ...], reading: Reading, now_s: float) -> None:
         for deadline in due:
             for at in (deadline.at, self._kill_at(deadline)):
                 if at > reading.now:

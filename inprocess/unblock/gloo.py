@@ -42,7 +42,7 @@ from inprocess.unblock.own_sockets import (
     syscall_of,
     watched_by,
 )
-from inprocess.unblock.stores import main_thread_frame_in_groups
+from inprocess.unblock.store_waits import main_thread_frame_in_groups
 
 __all__ = ["break_gloo_connections", "connect_as_missing_peers"]
 

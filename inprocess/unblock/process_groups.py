@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from inprocess.bounded_waits import BoundedCall, bounded_call
 from inprocess.exception import TimeoutError
-from inprocess.waiting import BoundedCall, bounded_call
 
 __all__ = ["abort_nccl", "destroy_groups", "discard_process_groups", "watchdog_of_nccl_ends_nothing"]
 

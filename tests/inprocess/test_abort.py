@@ -28,7 +28,7 @@ from inprocess.abort import (
 from inprocess.unblock import process_groups
 from inprocess.unblock.gloo_waits import watch_gloo_waits
 from inprocess.unblock.process_groups import discard_process_groups
-from inprocess.unblock.stores import interruptible_store_connections
+from inprocess.unblock.store_waits import interruptible_store_connections
 from tests.ckpt.crash.killers import wait_until
 from tests.inprocess.gloo_ranks import AborterThread, Meeting, OtherConnection, holdings, settled_holdings, state
 from tests.support import launch_ranks, run_ranks
@@ -315,7 +315,7 @@ def with_a_store_of_the_caller(rank: int, world_size: int) -> bool:
     else:
 
         def abort() -> Any:
-            from inprocess.unblock.stores import break_store_wait
+            from inprocess.unblock.store_waits import break_store_wait
 
             broken = break_store_wait()
             other = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False)

@@ -12,7 +12,7 @@ import pytest
 from inprocess import CallWrapper, Wrapper
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.blame import Position, blamed, position_of
-from inprocess.waiting import wait_until_set
+from inprocess.bounded_waits import wait_until_set
 from tests.inprocess.restarting import SHORT, seconds
 from tests.support import rank_values
 

@@ -22,10 +22,10 @@ from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, RestartIndex, StoreServer
 from inprocess.exception import InternalError, StoreError
+from inprocess.monitor_process.job_store import iteration_store
 from inprocess.monitor_process.limits import Limit, ProgressLimits
 from inprocess.monitor_process.messages import WatchRank
 from inprocess.monitor_process.sibling import SiblingMonitor
-from inprocess.monitor_process.stores import iteration_store
 from inprocess.monitor_process.supervised import MonitorProcess
 from inprocess.monitor_process.watched import WatchedProcess
 from inprocess.progress_watchdog import Timestamp

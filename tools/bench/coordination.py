@@ -96,7 +96,9 @@ class Job:
     @contextmanager
     def _server(self) -> Iterator[Access]:
         access = Access("127.0.0.1", 0)
-        server: Any = start_module("inprocess.coordination.process", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        server: Any = start_module(
+            "inprocess.coordination.server_process", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         config = {
             "clients": _CONNECTIONS_OF_A_RANK * self.ranks,
             "silence_s": 600.0,

@@ -8,7 +8,7 @@ from datetime import timedelta
 from itertools import count
 
 from inprocess.coordination.client import StoreClient, _Call
-from inprocess.coordination.connection import ClientConnection
+from inprocess.coordination.frame_stream import ClientConnection
 from inprocess.coordination.rank_verbs import RankVerbs
 from inprocess.coordination.verbs import Guard
 from inprocess.coordination.wire import Access, Frame, FrameReader, Op, encode

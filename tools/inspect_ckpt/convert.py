@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from ckpt.formats.detection import kind_of
-from ckpt.formats.files import check_outside, foreign_file
-from ckpt.formats.leaves import TensorLeaf, same_value, tensor_leaves
+from ckpt.formats.foreign_files import check_outside, foreign_file
+from ckpt.formats.lazy_state import FileTensor, LazyState
+from ckpt.formats.leaves import StepTensor, same_value, tensor_leaves
 from ckpt.formats.safetensors import open_directory, open_file
-from ckpt.formats.state import LazyState, LazyTensor
 from ckpt.formats.step_writer import write_step
 from ckpt.loading.fetch import Fetch
 from ckpt.paths import Path, display
@@ -146,7 +146,7 @@ def _verify(path: str, state: LazyState, output: Output) -> list[str]:
 
 
 def _different_tensors(
-    step: Step, pairs: Iterable[tuple[TensorLeaf, LazyTensor]], progress: Callable[[int], None]
+    step: Step, pairs: Iterable[tuple[StepTensor, FileTensor]], progress: Callable[[int], None]
 ) -> list[str]:
     """Compare tensors of the step with others, in blocks. Return a line for each that differs."""
     fetch = Fetch(step.index)

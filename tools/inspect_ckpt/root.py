@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.formats.detection import DESCRIPTIONS, kind_of
-from ckpt.formats.files import foreign_file
+from ckpt.formats.foreign_files import foreign_file
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId

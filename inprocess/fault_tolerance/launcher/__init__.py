@@ -7,11 +7,11 @@
         monitors         monitor processes, one per local rank: started before the first workers; they outlive workers,
                          and are started again when they die
         workers          worker processes, each in a session of its own: started, stopped, replaced
-        leftovers        processes and GPU memory that workers leave behind
+        orphans          processes and GPU memory that workers leave behind
         survivors        policy "in-process": workers that go on when others have failed
         open_calls       which workers are in a call of the wrapper, and have failed if they end
         inboxes          signals to the launcher, and requests of ranks (FT_LAUNCHER_IPC_SOCKET)
-      rendezvous         which nodes are in the next cycle: torch's handlers, adapted for restarts
+      rendezvous_rounds  which nodes are in the next cycle: torch's handlers, adapted for restarts
         meeting          what the nodes of one cycle tell each other, in the store of the rendezvous
         node_table       the workers of each node, there
         bounded_store    the store, in operations that end although its host does not answer

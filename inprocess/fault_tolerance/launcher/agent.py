@@ -22,9 +22,9 @@ from torch.distributed.elastic.rendezvous import (
 from inprocess.fault_tolerance.data import FT_LAUNCHER_IPC_SOCKET_ENV_VAR
 from inprocess.fault_tolerance.launcher.cycle import CycleEnd, LauncherResources, decide
 from inprocess.fault_tolerance.launcher.inboxes import Interrupted
-from inprocess.fault_tolerance.launcher.leftovers import end_leftovers, log_survivors
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting, MeetingError, StoreLost
 from inprocess.fault_tolerance.launcher.open_calls import OpenCalls
+from inprocess.fault_tolerance.launcher.orphans import end_orphans, log_survivors
 from inprocess.fault_tolerance.launcher.survivors import Survivors
 from inprocess.fault_tolerance.launcher.workers import (
     WorkerProcesses,
@@ -325,7 +325,7 @@ class LauncherAgent(LocalElasticAgent):
         if self._pcontext is not None:
             self._pcontext.close()
         workers.close()
-        end_leftovers(workers.pids.values())
+        end_orphans(workers.pids.values())
         if self._resources.options.config.check_remaining_processes:
             log_survivors(
                 f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._resources.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"

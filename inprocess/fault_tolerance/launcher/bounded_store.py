@@ -21,8 +21,8 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 
+from inprocess.bounded_waits import BoundedCall
 from inprocess.exception import TimeoutError
-from inprocess.waiting import BoundedCall
 
 __all__ = ["BoundedStore", "interruptible"]
 

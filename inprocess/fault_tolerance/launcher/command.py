@@ -18,11 +18,11 @@ from torch.distributed.launcher.api import LaunchConfig
 from inprocess.fault_tolerance.launcher.agent import LauncherAgent
 from inprocess.fault_tolerance.launcher.cycle import LauncherResources
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, Interrupted, SignalInbox
-from inprocess.fault_tolerance.launcher.leftovers import GpuMemory
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
-from inprocess.fault_tolerance.launcher.rendezvous import Rounds, rounds_of
+from inprocess.fault_tolerance.launcher.orphans import GpuMemory
+from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds, rounds_of
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 
 __all__ = ["run"]

@@ -8,11 +8,11 @@ from typing import Any
 
 from inprocess.fault_tolerance.data import WorkloadAction
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, SignalInbox
-from inprocess.fault_tolerance.launcher.leftovers import GpuMemory
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
 from inprocess.fault_tolerance.launcher.options import LauncherOptions
-from inprocess.fault_tolerance.launcher.rendezvous import Rounds
+from inprocess.fault_tolerance.launcher.orphans import GpuMemory
+from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 
 __all__ = ["CycleEnd", "LauncherResources", "decide"]

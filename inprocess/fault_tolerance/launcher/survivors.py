@@ -23,8 +23,8 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import Worker
 
 from inprocess.fault_tolerance.launcher.cycle import CycleEnd
-from inprocess.fault_tolerance.launcher.leftovers import end_leftovers
 from inprocess.fault_tolerance.launcher.meeting import Meeting
+from inprocess.fault_tolerance.launcher.orphans import end_orphans
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, describe_failures, failures_of
 
 __all__ = ["Survivors"]
@@ -90,7 +90,7 @@ class Survivors:
         if lost:
             failures = failures_of(lost, self._processes, self._workers, self._error_files)
             self.failures.update(failures)
-            end_leftovers([self._processes.pids[local_rank] for local_rank in lost])
+            end_orphans([self._processes.pids[local_rank] for local_rank in lost])
             self._report_lost(len(lost))
             self._come_back()
             end = self._count_left(describe_failures(failures))
@@ -120,7 +120,7 @@ class Survivors:
         """End replacements that have not joined: they are not needed any more, and have done nothing yet."""
         for local_rank in list(self._waiting):
             self._processes.kill(local_rank)
-            end_leftovers([self._processes.pids[local_rank]])
+            end_orphans([self._processes.pids[local_rank]])
 
     def _count_joined(self) -> None:
         """Count replacements that have joined as workers that are left."""

@@ -348,7 +348,7 @@ def test_a_difference_is_found(tmp_path: Path, queue: AsyncCallsQueue, monkeypat
 _KILLED = """
 import os, signal, sys
 import ckpt
-from ckpt.formats import files
+from ckpt.formats import foreign_files
 root, target, form, where = sys.argv[1:]
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -356,7 +356,7 @@ def progress(done, total):
     if where == "data" and done * 2 >= total:
         die()
 if where != "data":
-    setattr(files, where, die)
+    setattr(foreign_files, where, die)
 ckpt.export(root, target, form, progress=progress)
 """
 

@@ -216,7 +216,7 @@ def _rank_0_cannot_look(rank: int, world_size: int, root: Path) -> tuple[str, st
         checkpointer.save({"t": torch.ones(50)}, 1)
         state = {"t": torch.zeros(50)}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(restore, "places", breaks)
+            patch.setattr(restore, "published_candidates", breaks)
             with pytest.raises(CheckpointError if rank else ValueError) as caught:
                 checkpointer.restore(state)
         assert checkpointer.restore(state) == 1

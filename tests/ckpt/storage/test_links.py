@@ -18,7 +18,7 @@ import pytest
 import ckpt
 from ckpt.mirroring.step_copy import StepCopy, Throttle
 from ckpt.ranks.failure import Failure
-from ckpt.saving.removal import Remover
+from ckpt.saving.remover import Remover
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.root import CheckpointRoot

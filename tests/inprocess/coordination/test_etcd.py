@@ -23,7 +23,7 @@ from inprocess import Wrapper
 from inprocess.coordination import Access, Guard, Namespace, RestartIndex
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
-from inprocess.coordination.etcd_messages import Span, after, read
+from inprocess.coordination.etcd_messages import KeyRange, after, read
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.store import EtcdStore
 from tests.inprocess.coordination.helpers import Relay, check_that_a_forked_child_cannot_use, eventually
@@ -212,7 +212,7 @@ def test_a_wait_for_a_size_ends_although_nobody_says_so(client: EtcdClient, pool
     """Whoever makes a set large enough may die before it says so; the wait looks again by itself."""
     waiting = pool.submit(client.wait_size, "set", 1, LONG)
     wanted = f"{client._root}w/set\0".encode()
-    eventually(lambda: bool(client._ask([read(Span(wanted, after(wanted)))]).count(0)))
+    eventually(lambda: bool(client._ask([read(KeyRange(wanted, after(wanted)))]).count(0)))
     client._change(Guard("", ""), [client._put("s", "set", "me")])  # the first half of `arrive`
     assert waiting.result(20) == 1
 

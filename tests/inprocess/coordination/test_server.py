@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from inprocess.coordination import Access, CoordinationStore, StoreServer
-from inprocess.coordination.process import ServerProcess
+from inprocess.coordination.server_process import ServerProcess
 from inprocess.coordination.wire import PROTOCOL, FrameReader, Op, encode, proof
 from inprocess.exception import StoreError, StoreTimeoutError
 from inprocess.ipc.proofs import fresh_nonce

@@ -495,7 +495,7 @@ INVALID = [
     b'["Init", {"rank": 3, "stack_signal": 1, "again": false}]',
     b'["Confirm", {"events": 1}]',
     b'["Confirm", {"events": true}]',
-    b'["Attach", {}]',
+    b'["AttachBoard", {}]',
     b'["Shutdown", {}]',  # of the launcher
     b'["Leaving", {}]',  # of a wrapper
     b"[" * 50_000,
@@ -525,10 +525,10 @@ def test_a_descriptor_that_is_no_board_is_refused(node: Node) -> None:
         end.connect(node.path)
         send(end, CODEC, messages.Init(RankInfo(0, 0, "h", 1)))
         assert isinstance(receive(end, CODEC).message, messages.Ok)
-        send(end, CODEC, messages.Attach(), (fd,))
+        send(end, CODEC, messages.AttachBoard(), (fd,))
         os.close(fd)
         answer = receive(end, CODEC).message
-        assert isinstance(answer, messages.Failed)
+        assert isinstance(answer, messages.RequestFailed)
         assert "not that of a board" in answer.cause
     assert os.stat(node.path).st_mode & 0o777 == 0o600
 

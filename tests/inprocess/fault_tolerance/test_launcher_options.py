@@ -15,8 +15,8 @@ import pytest
 
 from inprocess.fault_tolerance import FaultToleranceConfig
 from inprocess.fault_tolerance.config import WITHOUT_EFFECT
-from inprocess.fault_tolerance.launcher.leftovers import GpuMemory
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
+from inprocess.fault_tolerance.launcher.orphans import GpuMemory
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses
 from tests.inprocess.fault_tolerance.launching import REPOSITORY
 from tests.support.selection import full_only

@@ -21,7 +21,7 @@ __all__ = ["Exit", "Job", "RankStart"]
 _POLL_S = 0.01
 _OUTPUT_CHARACTERS = 3000
 _FIRE = signal.SIGUSR1
-_SERVER = b"inprocess.coordination.process"
+_SERVER = b"inprocess.coordination.server_process"
 
 
 @dataclass(frozen=True)

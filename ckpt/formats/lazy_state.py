@@ -15,7 +15,7 @@ from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import names, stored
 from ckpt.values.containers import Container
 
-__all__ = ["Blocks", "Bytes", "LazyState", "LazyTensor", "NewTensor", "ReadBox", "UnsafeError", "check_dtype"]
+__all__ = ["Blocks", "Bytes", "LazyState", "FileTensor", "NewTensor", "ReadBox", "UnsafeError", "check_dtype"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -32,7 +32,7 @@ class UnsafeError(ConversionError):
 
 
 @dataclass(frozen=True, slots=True)
-class LazyTensor:
+class FileTensor:
     """A tensor whose elements stay in the file until they are read. `dtype` is torch's name."""
 
     dtype: str
@@ -80,7 +80,7 @@ class LazyState:
     """
 
     kind: str
-    tensors: dict[Path, LazyTensor]
+    tensors: dict[Path, FileTensor]
     values: dict[Path, Any] = field(default_factory=dict)
     aliases: dict[Path, Path] = field(default_factory=dict)
     containers: dict[Path, Container] = field(default_factory=dict)

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from inprocess.main_thread.async_raise import async_raise
-from inprocess.unblock.stores import interruptible_store_connections
+from inprocess.unblock.store_waits import interruptible_store_connections
 
 rendezvous: Any = importlib.import_module(
     "torch.distributed.rendezvous"

@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal, Self
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, ConversionError, StorageError
-from ckpt.formats.state import Bytes
+from ckpt.formats.lazy_state import Bytes
 from ckpt.planning.boxes import Box
 from ckpt.storage.directories import Rename, fsync_directory, remove_tree, rename_directory
 from ckpt.storage.files import rename_no_replace, storage_errors, sync_files

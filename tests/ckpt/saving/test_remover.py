@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.saving.removal import Remover
+from ckpt.saving.remover import Remover
 from ckpt.saving.retention import Latest, Retention, retain
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.names import SaveId, pack_file, parse_save_name, part_name

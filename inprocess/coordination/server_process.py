@@ -1,4 +1,4 @@
-"""The process that serves the coordination store: `python -m inprocess.coordination.process`, started by rank 0.
+"""The process that serves the coordination store: `python -m inprocess.coordination.server_process`, started by rank 0.
 
 It is neither a rank nor a monitor process, so the death of one of these does not end the job; its own death does. It
 imports no torch. Its configuration, with the secret, is a line of JSON on standard input, never on a command line; it
@@ -73,7 +73,7 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the process without waiting for it."""
-        process = start_module("inprocess.coordination.process", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = start_module("inprocess.coordination.server_process", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._process = process
         assert process.stdin is not None
         line = json.dumps({**self._config, "access": self.access.to_document()})

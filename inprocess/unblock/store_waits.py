@@ -25,8 +25,8 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from inprocess.bounded_waits import BoundedCall
 from inprocess.unblock.own_sockets import fd_waited_for, peer_port, pinned, shut_down, syscall_of
-from inprocess.waiting import BoundedCall
 
 __all__ = [
     "allow_break",

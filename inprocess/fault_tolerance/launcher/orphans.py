@@ -25,7 +25,7 @@ from inprocess.fault_tolerance.launcher.workers import wait_readable
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.process import end_process
 
-__all__ = ["GpuMemory", "end_leftovers", "log_survivors"]
+__all__ = ["GpuMemory", "end_orphans", "log_survivors"]
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 1.0
@@ -41,7 +41,7 @@ class _Process:
     is_zombie: bool
 
 
-def end_leftovers(sessions: Collection[int], grace_s: float = _GRACE_S) -> list[str]:
+def end_orphans(sessions: Collection[int], grace_s: float = _GRACE_S) -> list[str]:
     """End all processes of these sessions: SIGTERM, `grace_s`, SIGKILL. Returns their names and ids.
 
     The leaders must have ended. Returns when the processes have ended, or after 10 s, with an error in the log.

@@ -1,4 +1,4 @@
-"""Digests of replicas in the part manifests, and their comparison by the coordinator.
+"""Digests of replicated data in the part manifests, and their comparison by the coordinator.
 
 Each rank writes a digest of a sample of each replicated tensor (see `samples`), and of each value. Ranks choose the
 same samples without communication. The digests are compared before a save is published.

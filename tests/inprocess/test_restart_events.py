@@ -15,7 +15,7 @@ import pytest
 
 from inprocess import CallWrapper, Wrapper
 from inprocess.attribution import Interruption, InterruptionRecord
-from inprocess.events import RestartEvents
+from inprocess.restart_events import RestartEvents
 from tests.inprocess.restarting import SHORT, outcome, seconds
 from tests.support import rank_values
 

@@ -1,4 +1,4 @@
-"""Replicas: tensors that several ranks have, and what happens if the ranks' copies differ.
+"""Replicated tensors, which several ranks have, and what happens if the ranks' copies differ.
 
     kind        tensors                                                    written by        if copies differ
     parameter   parameters of modules, state of optimizers; tensors of     any of its ranks  an error
