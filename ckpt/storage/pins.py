@@ -14,7 +14,7 @@ from ckpt.errors import CheckpointNotFoundError
 from ckpt.storage import files
 from ckpt.storage.directories import fresh_names_below, fsync_directory, make_directories, names_in
 from ckpt.storage.names import PUBLISHED_STEP, step_name
-from ckpt.storage.step_reader import StepReader
+from ckpt.storage.step_reader import hold_directory
 
 __all__ = ["pin_step", "pinned_steps", "unpin_step"]
 
@@ -34,7 +34,7 @@ def pin_step(root: str, step: int) -> None:
     """Pin a published step, durably. CheckpointNotFoundError if it is not there, or is being removed. Idempotent."""
     path = os.path.join(root, step_name(step))
     directory = os.path.join(root, _PINNED)
-    reader = StepReader(path, root)  # it is not removed meanwhile, as far as leases and locks reach
+    reader = hold_directory(path, root)  # it is not removed meanwhile, as far as leases and locks reach
     try:
         for made in make_directories(root, _PINNED)[:-1]:
             fsync_directory(made)

@@ -49,8 +49,8 @@ from ckpt.storage.step_documents import (
     read_part_of_step,
 )
 from ckpt.storage.step_moves import StepMoves, is_moving
-from ckpt.storage.step_reader import StepReader, remove_stale_readers, why_no_step
-from ckpt.storage.step_source import LocalStep, StepSource
+from ckpt.storage.step_reader import hold_directory, remove_stale_readers, why_no_step
+from ckpt.storage.step_source import HeldStep, LocalStep, StepSource
 
 __all__ = [
     "FORMAT_VERSION",
@@ -220,11 +220,11 @@ class CheckpointRoot(DirectoryRoot):
             began = times["write_begin"] if "write_begin" in times else times["begin"]
             return float(began) + float(times.get("write_s", 0.0)) + float(times.get("sync_s", 0.0))
 
-    def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> StepReader:
+    def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldStep:
         """See `Root.hold_step`. CheckpointCorruptError for an entry with the name of a step that is none."""
         path = self.step_path(step)
         try:
-            return StepReader(path, self.path if lease else None, renewing=renewing)
+            return hold_directory(path, self.path if lease else None, renewing=renewing)
         except CheckpointNotFoundError:
             # It was not removed if its name is still there: a step is renamed before any of its files is deleted.
             problem = why_no_step(path)
@@ -235,9 +235,9 @@ class CheckpointRoot(DirectoryRoot):
                 step=step,
             ) from None
 
-    def hold_itself(self) -> StepReader:
+    def hold_itself(self) -> HeldStep:
         """See `Root.hold_itself`."""
-        return StepReader(self.path, None)
+        return hold_directory(self.path, None)
 
     def pending_save(self, save: SaveId, token: int | None = None) -> PendingSave:
         """See `Root.pending_save`."""

@@ -31,9 +31,10 @@ from ckpt.storage.options import StorageOptions
 from ckpt.storage.records import Record, Records
 from ckpt.storage.state_changes import StateChanges
 from ckpt.storage.step_documents import INTENT
+from ckpt.storage.step_source import HeldStep
 from ckpt.storage.store_owner import StoreOwnership
 from ckpt.storage.store_save import StoreSave
-from ckpt.storage.store_step import HeldObjects, StoreStep, readers, remove_stale_readers
+from ckpt.storage.store_step import StoreStep, hold_objects, readers, remove_stale_readers
 from ckpt.storage.stores.interface import Store
 from ckpt.storage.stores.opening import open_store
 
@@ -132,11 +133,11 @@ class StoreRoot(Root):
             raise CheckpointNotFoundError(f"{self.path} has no published step {step}", step=step)
         return record
 
-    def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldObjects:
+    def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldStep:
         """See `Root.hold_step`."""
         return self._hold(self._existing(step), lease, renewing)
 
-    def hold_itself(self) -> HeldObjects:
+    def hold_itself(self) -> HeldStep:
         """See `Root.hold_itself`.
 
         The place of a step is the URL of the root, ``/saves/``, and the name of its save; or that of the root and
@@ -146,13 +147,13 @@ class StoreRoot(Root):
             return self._hold(Record.published(self._step), lease=True, renewing=True)
         match = _NAMED_STEP.fullmatch(self.path)
         if self._store.about("zarr.json") is not None and self._store.about(INTENT) is not None:
-            return HeldObjects(self._store, "", None, lambda: self._store.about(INTENT) is not None, renewing=False)
+            return hold_objects(self._store, "", None, lambda: self._store.about(INTENT) is not None, renewing=False)
         if match is not None:
             root = store_root(match["root"], self.options or StorageOptions())
             return root.hold_step(int(match["step"]), lease=True, renewing=True)
         raise CheckpointNotFoundError(f"{self.path} has no published checkpoint")
 
-    def _hold(self, found: Record, lease: bool, renewing: bool) -> HeldObjects:
+    def _hold(self, found: Record, lease: bool, renewing: bool) -> HeldStep:
         def is_published() -> bool:
             record = self._records.of(found.save)
             if record is None and found.at:  # no owner has taken it in yet
@@ -160,7 +161,7 @@ class StoreRoot(Root):
             return record is not None and (record.is_published or record.state not in ("abandoned", "removed"))
 
         readers_of = found.save.name if lease else None
-        return HeldObjects(self._store, found.prefix, readers_of, is_published, renewing=renewing)
+        return hold_objects(self._store, found.prefix, readers_of, is_published, renewing=renewing)
 
     def moved_aside(self) -> list[MovedStep]:
         """See `Root.moved_aside`. One list."""
