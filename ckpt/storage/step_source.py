@@ -15,15 +15,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from ckpt.errors import CheckpointNotFoundError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from ckpt.native import CHECKSUM_BYTES, check_pieces, read_checked
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES
 from ckpt.storage.files import exists, is_directory, storage_errors
 from ckpt.storage.leases import ReadLease
 from ckpt.storage.names import PUBLISHED_STEP
-from ckpt.storage.regular_files import open_regular, read_regular
+from ckpt.storage.regular_files import DamagedFileError, MissingFileError, open_regular, read_regular
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["HeldStep", "LocalStep", "OpenFile", "StepSource", "step_source"]
+__all__ = ["HeldStep", "LocalStep", "OpenFile", "StepSource", "read_document", "step_source"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -117,6 +118,14 @@ class StepSource(ABC):
         StorageError if they cannot be listed.
         """
 
+    def changed_s(self, name: str) -> float:
+        """Return when a file was written last, in seconds since 1970; 0 if it does not exist, or if that is not known.
+
+        StorageError if it cannot be told.
+        """
+        del name
+        return 0.0
+
     def usage(self) -> tuple[int, float]:
         """Return the bytes of all files, and when any of them changed last, in seconds since 1970.
 
@@ -167,6 +176,13 @@ class LocalStep(StepSource):
                 raise StorageError(f"cannot list {os.path.join(self.path, folder)}: {error.strerror}") from error
         return sizes, folders
 
+    def changed_s(self, name: str) -> float:
+        """See `StepSource.changed_s`."""
+        path = os.path.join(self.path, name)
+        with storage_errors("find", path), contextlib.suppress(*_GONE):
+            return os.stat(path).st_mtime
+        return 0.0
+
     def usage(self) -> tuple[int, float]:
         """See `StepSource.usage`. Links are not followed; what is removed meanwhile is left out."""
         total, newest, stack = 0, 0.0, [self.path]
@@ -206,6 +222,21 @@ class _LocalFile(OpenFile):
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def read_document(source: StepSource, name: str) -> bytes | None:
+    """Return the content of a document of a step; None if it does not exist.
+
+    CheckpointCorruptError if it is not what a file of a step is; StorageError if it cannot be read.
+    """
+    where = os.path.join(source.path, name)
+    with storage_errors("read", where):
+        try:
+            return source.read(name, MAX_DOCUMENT_BYTES)
+        except MissingFileError:
+            return None
+        except DamagedFileError as damage:
+            raise CheckpointCorruptError(f"{where} {damage}; restore from another step or copy") from None
 
 
 def step_source(step: str | StepSource) -> StepSource:

@@ -50,10 +50,19 @@ class StoreStep(StepSource):
         below = self._key_of("")
         return {each.key[len(below) :]: each.nbytes for each in self._store.below(below)}, set()
 
+    def changed_s(self, name: str) -> float:
+        """See `StepSource.changed_s`."""
+        about = self._store.about(self._key(name))
+        return 0.0 if about is None else about.modified_s
+
     def usage(self) -> tuple[int, float]:
         """See `StepSource.usage`."""
         found = list(self._store.below(self._key_of("")))
         return sum(each.nbytes for each in found), max((each.modified_s for each in found), default=0.0)
+
+    def delete(self) -> None:
+        """Delete all objects."""
+        self._store.delete([each.key for each in self._store.below(self._key_of(""))])
 
     def _key(self, name: str) -> str:
         if not name or any(part in ("", ".", "..") for part in name.split("/")):
