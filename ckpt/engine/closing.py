@@ -11,6 +11,7 @@ from types import TracebackType
 
 from ckpt.engine.parts import Parts
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
+from ckpt.storage.removal import remove_contents
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
 from inprocess.ipc.threads import finishes_within
@@ -134,6 +135,6 @@ class Closing:
         if self._parts.saver.root_claim.is_owner:
             for path in root.discard_recycled():
                 try:
-                    root.delete_contents(path, lambda: None, is_record=False)
+                    remove_contents(path, lambda: None)
                 except StorageError as error:
                     _log.warning("files kept for the next save are not all deleted: %s", error)

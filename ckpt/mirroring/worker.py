@@ -281,10 +281,7 @@ class _MirrorWorker:
         mirror = self._mirror
         retained = retain(mirror, Retention(self._keep), self._token, mirror.steps()[-1], "", self._facts)
         retained.warn(self._kept, mirror.path)
-        for path, is_record in mirror.removed():
-            with contextlib.suppress(StorageError):  # the others go on; it is tried again after the next copy
-                mirror.delete_contents(path, lambda: None, is_record=is_record)
-        mirror.clean_records()
+        mirror.clean()
 
 
 class _Absence:

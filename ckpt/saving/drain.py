@@ -32,6 +32,7 @@ from ckpt.ranks.rounds import named
 from ckpt.saving.publish import publish
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
+from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.outcomes import Abandoned, SaveOutcome
 
 __all__ = ["InFlight", "drain", "refuse_others", "settle"]
@@ -145,11 +146,8 @@ def _give_up(pending: Pending, rank: int, why: str) -> SaveOutcome:
 
 def _publish_in_its_place(pending: Pending, rank: int) -> None:
     """Publish the save. Other survivors may do the same; on each host only one does the work."""
-    try:
-        lock = pending.try_lock()
-    except CheckpointError:
-        return  # decided meanwhile
-    if lock is None:
+    lock = NodeLock(f"decide {pending.path}")
+    if not lock.take():
         return
     try:
         _log.warning("rank %d publishes step %d: the coordinator's writer died", rank, pending.save.step)
@@ -159,4 +157,4 @@ def _publish_in_its_place(pending: Pending, rank: int) -> None:
     except CheckpointError as error:
         _give_up(pending, rank, str(error))
     finally:
-        lock.close()
+        lock.release()

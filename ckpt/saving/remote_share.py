@@ -8,7 +8,6 @@ import queue
 from ckpt.replication.replica import Address, Replica, TransportError
 from ckpt.replication.tcp import RemoteHolder, TcpTransport
 from ckpt.storage.memory_step import ShareBytes
-from ckpt.storage.ranged_file import RangedFile
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import OpenFile
 
@@ -73,7 +72,7 @@ class RemoteShare(ShareBytes):
                 self._idle.get_nowait().close()
 
 
-class _RemoteFile(RangedFile):
+class _RemoteFile(OpenFile):
     """A range of a slot on another node."""
 
     def __init__(self, share: RemoteShare, offset: int, nbytes: int) -> None:
@@ -88,6 +87,3 @@ class _RemoteFile(RangedFile):
     def read(self, offset: int, nbytes: int) -> memoryview:
         nbytes = max(0, min(nbytes, self._nbytes - offset))
         return memoryview(self._share.read(self._offset + offset, nbytes) if nbytes else b"")
-
-    def close(self) -> None:
-        pass

@@ -21,6 +21,7 @@ from ckpt.errors import CheckpointError
 from ckpt.saving.task import COORDINATOR
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
+from ckpt.storage.removal import remove_share
 
 __all__ = ["REMOVALS_PER_S", "Remover"]
 
@@ -122,19 +123,19 @@ class Remover:
         here = self._root.removed_here()
         all_of_it = here is None or self._closing.is_set() or time.monotonic() >= self._look_at
         removed = self._root.removed() if here is None or all_of_it else here
-        self._backlog = sum(not is_record for _, is_record in removed)
-        for path, _ in removed:
-            with self._going_on(path):
-                self._root.delete_share(path, self._rank, self._before_each)
+        self._backlog = sum(moved.why == "removed" for moved in removed)
+        for moved in removed if self._root.removed_by_all else ():
+            with self._going_on(moved.source.path):
+                remove_share(moved.source.path, self._rank, self._before_each)
         if self._rank != COORDINATOR:
             return
         left = set()
-        for path, is_record in removed:
-            if not (self._alone or self._closing.is_set() or path in self._left):
-                left.add(path)
+        for moved in removed:
+            if not (self._alone or self._closing.is_set() or moved.name in self._left):
+                left.add(moved.name)
                 continue
-            with self._going_on(path):
-                self._root.delete_contents(path, self._before_each, is_record=is_record)
+            with self._going_on(moved.source.path):
+                self._root.delete(moved, self._before_each)
         self._left = left
         if all_of_it:
             self._root.clean_records()

@@ -13,22 +13,20 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
-from ckpt.native import crc32c
+from ckpt.errors import FencedError, StorageError
 from ckpt.ranks.failure import Failure
 from ckpt.storage import directories, files
-from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
+from ckpt.storage.directories import Rename
 from ckpt.storage.directory_root import DirectoryRoot
-from ckpt.storage.documents import decode_document, encode_document, well_formed
-from ckpt.storage.files import storage_errors
+from ckpt.storage.documents import encode_document, well_formed
 from ckpt.storage.interface import NO_LINEAGE, Pending
 from ckpt.storage.links import refuse_link
-from ckpt.storage.names import SaveId, part_name, part_rank, parts_directory
+from ckpt.storage.names import SaveId, part_rank, step_name
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, SaveOutcome, unknown_reason
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.recycled import take_recycled
-from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent, read_bytes, read_json
+from ckpt.storage.step_documents import INTENT, read_json
 from ckpt.storage.step_source import LocalStep
 from inprocess.ipc.deadline import Deadline
 
@@ -45,15 +43,9 @@ class PendingSave(Pending):
     root: DirectoryRoot
 
     def __init__(self, root: DirectoryRoot, save: SaveId, token: int | None = None) -> None:
-        self.root = root
-        self.save = save
-        self.path = os.path.join(root.pending_path, save.name)
-        self._token = save.owner if token is None else token
+        source = LocalStep(os.path.join(root.pending_path, save.name))
+        super().__init__(root, save, token, source, step_name(save.step))
         self._abandoned_path = os.path.join(root.abandoned_path, save.name)
-
-    def check_token(self) -> None:
-        """Raise FencedError if a later job owns the root."""
-        self.root.ownership.check(self._token)
 
     def begin(
         self,
@@ -71,9 +63,8 @@ class PendingSave(Pending):
         self.root.make()
         directories.make_directories(self.root.pending_path, f"{self.save.name}/parts")
         directories.fsync_directory(self.path)
-        intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
-        intent |= {"world_size": world_size, "plan": plan_digest, "continues": continues, **lineage}
-        if not files.create_exclusive(os.path.join(self.path, INTENT), encode_document(intent)):
+        intent = self._intent(world_size, plan_digest, continues, lineage)
+        if not files.create_exclusive(os.path.join(self.path, INTENT), intent):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         directories.fsync_directory(self.root.pending_path)
         try:
@@ -104,68 +95,15 @@ class PendingSave(Pending):
         """Return whether the save has begun and is not decided. StorageError if that cannot be told."""
         return files.exists(os.path.join(self.path, INTENT))
 
-    def try_lock(self) -> DirectoryLock | None:
-        """Lock the save, so that only one process of this host does the work; None if another one has the lock.
-
-        StorageError if the save does not exist any more.
-        """
-        return try_lock_exclusive(os.path.join(self.path, "parts"))
-
-    def begun_s(self) -> float:
-        """See `Pending.begun_s`."""
-        with storage_errors("find", self.path):
-            try:
-                return os.stat(os.path.join(self.path, INTENT)).st_mtime
-            except FileNotFoundError:
-                return os.stat(self.path).st_mtime
-
-    def intent(self) -> dict[str, Any] | None:
-        """Return the intent; None if there is none. CheckpointCorruptError if it is damaged."""
-        document = self._read(INTENT)
-        return None if document is None else checked_intent(document, os.path.join(self.path, INTENT))
-
-    def write_part(self, rank: int, document: dict[str, Any]) -> int:
-        """Record that this rank's part is complete and durable, and return the checksum of the manifest.
-
-        StorageError if the save does not exist any more.
-        """
-        data = encode_document(document)
-        directories.make_directories(refuse_link(self.path), parts_directory(rank))
-        files.write_durable(os.path.join(self.path, part_name(rank)), data)
-        return crc32c(data)
-
-    def has_part(self, rank: int) -> bool:
-        """Return whether the part of this rank is complete. One look."""
-        return files.exists(os.path.join(self.path, part_name(rank)))
-
     def ranks_in(self, directory: str) -> set[int]:
         """See `Pending.ranks_in`."""
-        return _ranks_in(os.path.join(self.path, directory))
-
-    def parts_present(self) -> set[int]:
-        """See `Pending.parts_present`."""
-        return {rank for path in self.parts_directories() for rank in _ranks_in(path)}
-
-    def parts_directories(self) -> list[str]:
-        """Return the directories of the parts: they must be durable before the save is published."""
-        parts = os.path.join(self.path, "parts")
-        return [os.path.join(parts, name) for name in directories.names_in(parts)]
-
-    def read_part(self, rank: int) -> tuple[dict[str, Any], int]:
-        """Return a rank's part manifest and its checksum. CheckpointCorruptError if it is damaged or missing."""
-        path = os.path.join(self.path, part_name(rank))
-        data = read_bytes(path)
-        if data is None:
-            raise CheckpointCorruptError(f"{path} is missing")
-        return decode_document(data, path), crc32c(data)
-
-    def read_document(self, name: str) -> bytes:
-        """See `Pending.read_document`."""
-        path = os.path.join(self.path, name)
-        data = read_bytes(path)
-        if data is None:
-            raise CheckpointCorruptError(f"{path} is missing")
-        return data
+        found: set[int] = set()
+        for name in directories.names_in(os.path.join(self.path, directory)):
+            if (rank := part_rank(name)) is not None:
+                found.add(rank)
+            elif name.isdigit():
+                found |= self.ranks_in(f"{directory}/{name}")
+        return found
 
     def write_documents(self, documents: Mapping[str, bytes]) -> None:
         """See `Pending.write_documents`. Documents of recycled files that hold the same are not written."""
@@ -174,20 +112,17 @@ class PendingSave(Pending):
             path = os.path.join(self.path, name)
             if not files.holds(path, data):
                 files.write_document(path, data, self.root.pending_path)
-        parts = [os.path.join(self.path, "parts"), *self.parts_directories()]
-        files.sync_files([os.path.join(self.path, name) for name in documents], [*parts, self.path])
-
-    @property
-    def source(self) -> LocalStep:
-        """See `Pending.source`."""
-        return LocalStep(self.path)
+        parts = os.path.join(self.path, "parts")
+        folders = [parts, *(os.path.join(parts, name) for name in directories.names_in(parts)), self.path]
+        files.sync_files([os.path.join(self.path, name) for name in documents], folders)
 
     def write_file(self, name: str, data: memoryview) -> None:
         """See `Pending.write_file`."""
         made = directories.make_directories(refuse_link(self.path), os.path.dirname(name))
         files.write_durable(os.path.join(self.path, name), data)
-        for path in made[:-1]:
-            directories.fsync_directory(path)
+        if part_rank(os.path.basename(name)) is None:  # else `write_documents` syncs them, once for all ranks
+            for path in made[:-1]:
+                directories.fsync_directory(path)
 
     def take_recycled(self, plan: str, names: Iterable[str]) -> None:
         """See `Pending.take_recycled`."""
@@ -228,16 +163,6 @@ class PendingSave(Pending):
         if result is not Rename.DONE and isinstance(outcome, Published):
             self.confirm()  # another process renamed it, or a network file system repeated this rename
         return outcome
-
-    def confirm(self) -> None:
-        """Make the published step durable, from a rank that did not publish it. Raises NotDurableError."""
-        try:
-            directories.fsync_directory(self.root.path)
-        except StorageError as error:
-            raise NotDurableError(
-                f"step {self.save.step} is published, but {error}: it may not survive a loss of power",
-                step=self.save.step,
-            ) from error
 
     def _remove_reasons(self) -> None:
         """Remove reasons from the published step, left by ranks that tried to abandon the save, too late or killed.
@@ -328,11 +253,3 @@ class PendingSave(Pending):
         except StorageError:
             return False
         return True
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        return read_json(os.path.join(self.path, name))
-
-
-def _ranks_in(path: str) -> set[int]:
-    """Return the ranks whose part manifests are in a directory; none if it does not exist."""
-    return {rank for name in directories.names_in(path) if (rank := part_rank(name)) is not None}

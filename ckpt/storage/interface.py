@@ -1,6 +1,6 @@
 """What saving, loading and restarts need of a checkpoint root, whatever it is stored in.
 
-    Root              the published steps, the saves on their way there, and who owns them
+    Root              the published steps (`published_steps`), the saves on their way there, and who owns them
       PendingSave     one save until it is decided: published or abandoned, and that is final
         PackWriter    writes the files of one rank
       HeldStep        one published step while it is read
@@ -13,47 +13,59 @@ operations in `stores.interface`. `roots.open_root` tells them apart.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from ckpt.errors import CheckpointExistsError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointExistsError, StorageError
+from ckpt.native import crc32c
 from ckpt.ranks.failure import Failure
-from ckpt.storage.moved_steps import Aside, MovedStep
-from ckpt.storage.names import SaveId, parse_save_name
+from ckpt.storage.documents import decode_document, encode_document
+from ckpt.storage.moved_steps import Aside, MovedStep, MovedTo, find_moved
+from ckpt.storage.names import SaveId, parse_save_name, part_name, parts_directory
+from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.outcomes import Abandoned, Published, SaveOutcome
+from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, SaveOutcome
 from ckpt.storage.ownership import Ownership
 from ckpt.storage.pack_writers import PackWriter
-from ckpt.storage.step_source import HeldStep, StepSource
+from ckpt.storage.published_steps import PublishedSteps
+from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent
+from ckpt.storage.step_source import StepSource, read_document
+from inprocess.ipc.deadline import Deadline
 
-__all__ = ["NO_LINEAGE", "Aside", "MovedStep", "Pending", "Root", "WorkLock"]
+__all__ = ["NO_LINEAGE", "Aside", "MovedStep", "Pending", "Root"]
+
+_VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node
 
 NO_LINEAGE: Mapping[str, Any] = MappingProxyType({"restart": None, "metrics": {}, "versions": {}})
-
-
-class WorkLock(Protocol):
-    """A lock that only saves work."""
-
-    def close(self) -> None:
-        """Release the lock."""
 
 
 class Pending(ABC):
     """A save that may not be decided yet, as seen by one of its ranks or by the process that decides about it.
 
     It acts with the owner's token (that of the save by default). Methods that change anything raise FencedError if a
-    later job owns the root. `path` says where it is, in messages.
+    later job owns the root. `path` says where it is, in messages, and `source` has the files that were written so far.
+    `decision` is the key, in the store of the root, of what says that the save is published.
     """
 
-    root: Root
-    save: SaveId
-    path: str
+    def __init__(self, root: Root, save: SaveId, token: int | None, source: StepSource, decision: str) -> None:
+        self.root = root
+        self.save = save
+        self.path = source.path
+        self.source = source
+        self._token = save.owner if token is None else token
+        self._decision = decision
+        self._own: dict[str, bytes] = {}  # documents that this object has written, and need not read
 
-    @abstractmethod
     def check_token(self) -> None:
         """Raise FencedError if a later job owns the root."""
+        self.root.ownership.check(self._token)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(
@@ -71,12 +83,20 @@ class Pending(ABC):
         begun or abandoned before, CheckpointExistsError if the step is published.
         """
 
+    def _intent(
+        self, world_size: int, plan_digest: str, continues: dict[str, Any] | None, lineage: Mapping[str, Any]
+    ) -> bytes:
+        """Return the intent as a document; see `begin`."""
+        intent = {"format": FORMAT_VERSION, "save": self.save.name, "step": self.save.step, "owner": self.save.owner}
+        return encode_document(
+            intent | {"world_size": world_size, "plan": plan_digest, "continues": continues, **lineage}
+        )
+
     @abstractmethod
     def join(self) -> None:
         """Let a rank write before the coordinator has begun the save. StorageError if the save is abandoned."""
 
-    @abstractmethod
-    def take_recycled(self, plan: str, names: Iterable[str]) -> None:
+    def take_recycled(self, plan: str, names: Iterable[str]) -> None:  # noqa: B027 - not every root has some
         """Give the save recycled files with these names, if the root has some of the plan."""
 
     @abstractmethod
@@ -84,67 +104,75 @@ class Pending(ABC):
         """Return what writes the pack of a rank; with `reuse` over existing files."""
 
     @abstractmethod
-    def try_lock(self) -> WorkLock | None:
-        """Lock the save, so that only one process of this host does the work; None if another one has the lock.
+    def write_file(self, name: str, data: memoryview) -> None:
+        """Write or replace a file, whole or not at all, durably. StorageError if the save does not exist any more.
 
-        StorageError if the save does not exist any more.
+        A part manifest is durable when `write_documents` has returned after it.
         """
 
-    @abstractmethod
-    def look(self) -> tuple[SaveOutcome, int]:
-        """Return what `decided` returns, and how many operations that took."""
-
-    @abstractmethod
-    def has_begun(self) -> bool:
-        """Return whether the save has begun and is not decided."""
-
-    @abstractmethod
-    def begun_s(self) -> float:
-        """Return when the save began, or its first rank joined (seconds since 1970). StorageError if it is decided."""
-
-    @abstractmethod
-    def intent(self) -> dict[str, Any] | None:
-        """Return the intent; None if there is none. CheckpointCorruptError if it is damaged."""
-
-    @abstractmethod
     def write_part(self, rank: int, document: dict[str, Any]) -> int:
         """Record that this rank's part is complete and durable, and return the checksum of the manifest.
 
         StorageError if the save does not exist any more.
         """
+        data = encode_document(document)
+        self.write_file(part_name(rank), memoryview(data))
+        return crc32c(data)
 
-    @abstractmethod
-    def has_part(self, rank: int) -> bool:
-        """Return whether the part of this rank is complete. One look."""
+    def write_documents(self, documents: Mapping[str, bytes]) -> None:
+        """Write documents of the whole step, by their names, and make all that was written durable."""
+        for name, data in documents.items():
+            self.write_file(name, memoryview(data))
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def intent(self) -> dict[str, Any] | None:
+        """Return the intent; None if there is none. CheckpointCorruptError if it is damaged."""
+        data, where = self._document(INTENT), os.path.join(self.path, INTENT)
+        return None if data is None else checked_intent(decode_document(data, where), where)
+
+    def has_begun(self) -> bool:
+        """Return whether the save has begun and is not decided. StorageError if that cannot be told."""
+        return self._document(INTENT) is not None and self.outcome() is None
+
+    def begun_s(self) -> float:
+        """Return when the save began, or else was written to last (seconds since 1970). StorageError if it is gone."""
+        began = self.source.changed_s(INTENT) or self.source.usage()[1]
+        if not began:
+            raise StorageError(f"{self.path} does not exist any more")
+        return began
 
     @abstractmethod
     def ranks_in(self, directory: str) -> set[int]:
-        """Return the ranks whose part is complete, of those that have their parts in this directory. One look."""
+        """Return the ranks whose part is complete, of those that have their parts below this directory.
 
-    @abstractmethod
+        One look if no directories are in it.
+        """
+
+    def has_part(self, rank: int) -> bool:
+        """Return whether the part of this rank is complete. One look."""
+        return rank in self.ranks_in(parts_directory(rank))
+
     def parts_present(self) -> set[int]:
         """Return the ranks whose part is complete. Lists every directory of parts; to wait, use `PartsWatch`."""
+        return self.ranks_in("parts")
 
-    @abstractmethod
     def read_part(self, rank: int) -> tuple[dict[str, Any], int]:
         """Return a rank's part manifest and its checksum. CheckpointCorruptError if it is damaged or missing."""
+        data = self.read_document(part_name(rank))
+        return decode_document(data, os.path.join(self.path, part_name(rank))), crc32c(data)
 
-    @abstractmethod
     def read_document(self, name: str) -> bytes:
-        """Return the content of a document. CheckpointCorruptError if it is missing."""
+        """Return the content of a document. CheckpointCorruptError if it is damaged or missing."""
+        data = self._document(name)
+        if data is None:
+            raise CheckpointCorruptError(f"{os.path.join(self.path, name)} is missing")
+        return data
 
-    @abstractmethod
-    def write_documents(self, documents: Mapping[str, bytes]) -> None:
-        """Write documents of the whole step, by their names, and make all that was written durable."""
+    def _document(self, name: str) -> bytes | None:
+        return self._own.get(name) or read_document(self.source, name)
 
-    @property
-    @abstractmethod
-    def source(self) -> StepSource:
-        """The files that were written so far."""
-
-    @abstractmethod
-    def write_file(self, name: str, data: memoryview) -> None:
-        """Write or replace a file, whole or not at all, durably. StorageError if the save does not exist any more."""
+    # -- the decision --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def publish(self) -> Published | Abandoned:
@@ -154,9 +182,15 @@ class Pending(ABC):
         NotDurableError if this one is published but perhaps not durable.
         """
 
-    @abstractmethod
     def confirm(self) -> None:
         """Make the published step durable, from a rank that did not publish it. Raises NotDurableError."""
+        try:
+            self.root.store.sync(self._decision)
+        except StorageError as error:
+            raise NotDurableError(
+                f"step {self.save.step} is published, but {error}: it may not survive a loss of power",
+                step=self.save.step,
+            ) from error
 
     @abstractmethod
     def abandon(self, reason: Failure) -> Published | Abandoned:
@@ -167,11 +201,15 @@ class Pending(ABC):
 
     @abstractmethod
     def outcome(self) -> SaveOutcome:
-        """Return the outcome as found in storage."""
+        """Return the outcome as found in storage. StorageError if that cannot be read."""
 
-    @abstractmethod
     def decided(self) -> SaveOutcome:
         """Return the outcome, for ranks that have joined the save: if it does not exist any more, it was removed."""
+        return self.outcome()
+
+    def look(self) -> tuple[SaveOutcome, int]:
+        """Return what `decided` returns, and how many operations that took."""
+        return self.decided(), 1
 
     def already_published(self) -> CheckpointExistsError:
         """Return the error for a step that another save has published."""
@@ -182,13 +220,12 @@ class Pending(ABC):
         )
 
 
-class Root(ABC):
+class Root(PublishedSteps):
     """A checkpoint root. Makes nothing until a save begins. Any process, any thread.
 
-    `path` is its absolute path or its URL, and `options` what else is needed to open it again in another process.
+    `options` is what else than its path or URL is needed to open it again in another process.
     """
 
-    path: str
     options: StorageOptions | None = None
     ownership: Ownership
 
@@ -196,93 +233,37 @@ class Root(ABC):
     """Whether a save can write over the files of a removed step."""
 
     removed_by_all: ClassVar[bool]
-    """Whether each rank deletes its own files of removed steps; else the coordinator deletes all."""
+    """Whether each rank deletes its own files of removed steps, which are in directories; else the coordinator all."""
 
     least_look_s: ClassVar[float]
     """How long a process that waits lets pass between two looks, at least."""
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- what became of steps and saves --------------------------------------------------------------------------------
 
     @abstractmethod
-    def steps(self) -> list[int]:
-        """Return the published steps, ascending; none if there is no root. StorageError if it cannot be read.
+    def moved(self, *states: MovedTo) -> list[MovedStep]:
+        """Return the steps and saves that are in one of these states, by step and name."""
 
-        Also those that were copied here from a root of the other kind: see `copied_steps`.
-        """
-
-    def listed_steps(self) -> list[int]:
-        """Return the published steps, for the process that has just published one: what it saw then will do, once."""
-        return self.steps()
-
-    @abstractmethod
-    def save_of(self, step: int) -> str | None:
-        """Return the name of the save that was published as this step; None if there is none, or its intent is damaged.
-
-        StorageError if it cannot be read.
-        """
-
-    def saves(self) -> dict[int, str | None]:
-        """Return what `save_of` returns, for each of `steps`."""
-        return {step: self.save_of(step) for step in self.steps()}
-
-    @abstractmethod
-    def source_of(self, step: int) -> StepSource:
-        """Return the files of a published step. CheckpointNotFoundError if it is not there, where that is known."""
-
-    @abstractmethod
-    def published_s(self, step: int) -> float:
-        """Return when a step was published, in seconds since 1970, to be shown. StorageError if that cannot be read.
-
-        In a directory a file tells that, and a copy of it has another time; see `saved_s`.
-        """
-
-    @abstractmethod
-    def saved_s(self, step: int) -> float:
-        """Return when a step was saved, in seconds since 1970, as it records itself: copies of it say the same.
-
-        CheckpointCorruptError if it does not say.
-        """
-
-    @abstractmethod
-    def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldStep:
-        """Hold a published step while it is read; with `lease` also against removal by processes of other hosts.
-
-        With `renewing` a thread renews the lease; otherwise each `check` does. CheckpointNotFoundError if it is being
-        removed, or is not a step.
-        """
-
-    @abstractmethod
-    def hold_itself(self) -> HeldStep:
-        """Hold a step of which `path` is the place, not the root. Raises as `hold_step`."""
-
-    def tip(self) -> dict[str, Any] | None:
-        """Return the newest published step and its save, ``{"step": 20, "save": ...}``; None if there is none.
-
-        The save is None if it is not known, also because it cannot be read: this describes, and decides nothing.
-        """
-        steps = self.steps()
-        if not steps:
-            return None
-        save = None
-        with contextlib.suppress(StorageError):
-            save = self.save_of(steps[-1])
-        return {"step": steps[-1], "save": save}
-
-    def owner_of(self, step: int) -> int:
-        """Return the token of the owner that saved a published step; 0 if its intent is damaged or missing.
-
-        StorageError if it cannot be read.
-        """
-        save = parse_save_name(self.save_of(step) or "")
-        return 0 if save is None else save.owner
-
-    @abstractmethod
     def moved_aside(self) -> list[MovedStep]:
         """Return the steps that were moved aside, by step and name."""
+        return self.moved("superseded", "damaged")
 
     def superseded(self) -> list[str]:
         """Return the names of the superseded steps, by step."""
-        return [moved.name for moved in self.moved_aside() if moved.why == "superseded"]
+        return [moved.name for moved in self.moved("superseded")]
+
+    def abandoned(self) -> list[SaveId]:
+        """Return the abandoned saves of which there is a record, lowest step first."""
+        saves = (parse_save_name(moved.name) for moved in self.moved("abandoned"))
+        return [save for save in saves if save is not None]
+
+    def removed(self) -> list[MovedStep]:
+        """Return the removed steps and abandoned saves that have files, which any rank may delete."""
+        return [moved for moved in self.moved("abandoned", "removed") if moved.has_files]
+
+    def removed_here(self) -> list[MovedStep] | None:
+        """Return those of `removed` that this process has removed, without asking the storage; None if that is free."""
+        return None
 
     @abstractmethod
     def move_aside(self, step: int, token: int, why: Aside) -> str | None:
@@ -300,22 +281,30 @@ class Root(ABC):
         """
 
     @abstractmethod
+    def retire_step(self, step: int, token: int | None, plan: str | None = None) -> MovedStep | None:
+        """Remove a published step, whose files are to be deleted; None if it is being read or pinned.
+
+        A crash leaves it whole or removed. For the owner: with its `token`, raises FencedError if the step was saved by
+        a later one. With `plan`, a save with this digest may write over the files instead.
+        """
+
+    @abstractmethod
+    def delete(self, moved: MovedStep, before_each: Callable[[], None]) -> None:
+        """Delete the files of what `moved` or `retire_step` has returned, but for the record of an abandoned save.
+
+        `before_each` may wait, or raise. A step that was moved aside is removed so.
+        """
+
     def remove_moved(self, name: str) -> None:
         """Remove a step that was moved aside. CheckpointNotFoundError if there is no such step."""
+        self.delete(find_moved(self.moved_aside(), name, self.path), lambda: None)
 
-    @abstractmethod
     def remove_step(self, step: int, token: int | None = None) -> bool:
-        """Remove a published step; False if it is being read or pinned. A crash leaves it whole or removed.
-
-        For the owner. With its `token`, raises FencedError instead if the step was saved by a later owner.
-        """
-
-    @abstractmethod
-    def retire_step(self, step: int, token: int, plan: str | None = None) -> bool:
-        """Remove a step as `remove_step` does, but leave it to `removed` to delete its files.
-
-        With `plan`, a save with this digest may write over them instead.
-        """
+        """Remove a published step, with its files; False if it is being read or pinned. See `retire_step`."""
+        moved = self.retire_step(step, token)
+        if moved is not None:
+            self.delete(moved, lambda: None)
+        return moved is not None
 
     def retire_steps(
         self, steps: Sequence[int], token: int, plan: str | None = None, *, failed: dict[int, str]
@@ -332,37 +321,39 @@ class Root(ABC):
         removed = []
         for step in steps:
             try:
-                if self.retire_step(step, token, plan):
+                if self.retire_step(step, token, plan) is not None:
                     removed.append(step)
             except StorageError as error:
                 failed[step] = str(error)
         return removed
 
-    @abstractmethod
-    def pinned_steps(self) -> set[int]:
-        """Return the numbers of the pinned steps."""
+    def discard_recycled(self, keep: str | None = None) -> list[str]:
+        """Let no save write over the files of removed steps any more, but those of the plan `keep`.
+
+        Return the directories to delete.
+        """
+        del keep
+        return []
+
+    def clean(self) -> None:
+        """Free the space of abandoned saves and interrupted removals, at once. For the owner.
+
+        Writers that have not noticed that their save was abandoned may still write there: the next clean-up goes on.
+        """
+        self.clean_records()
+        for moved in self.removed():
+            with contextlib.suppress(StorageError):
+                self.delete(moved, lambda: None)
 
     @abstractmethod
-    def pin_step(self, step: int) -> None:
-        """Pin a published step, durably. CheckpointNotFoundError if it is not there. Idempotent."""
-
-    @abstractmethod
-    def unpin_step(self, step: int) -> bool:
-        """Let a step be removed again; False if it was not pinned."""
+    def clean_records(self) -> None:
+        """Remove what is small and of no use any more, and undo interrupted moves. For the owner."""
 
     # -- saves ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def pending(self) -> list[SaveId]:
         """Return the saves that are neither published nor abandoned, lowest step first."""
-
-    @abstractmethod
-    def abandoned(self) -> list[SaveId]:
-        """Return the abandoned saves of which there is a record."""
-
-    @abstractmethod
-    def abandoned_s(self, save: SaveId) -> float:
-        """Return when a save was abandoned, in seconds since 1970. StorageError if there is no record of it."""
 
     @abstractmethod
     def is_gone(self, save: SaveId) -> bool | None:
@@ -383,61 +374,41 @@ class Root(ABC):
         Takes in the steps that were copied here from a root of the other kind: see `copied_steps`.
         """
 
-    @abstractmethod
+    # -- the place -----------------------------------------------------------------------------------------------------
+
     def check_links(self) -> None:
-        """Raise StorageError if one of the directories of the root, other than a step, is a symbolic link."""
+        """Raise StorageError if one of the directories of the root, other than a step, is a symbolic link.
 
-    @abstractmethod
+        Nothing is to be done in a store, which has none.
+        """
+
     def make(self) -> None:
-        """Make the root, durably, unless it is there. Raises what `check_links` raises."""
+        """Make the root, durably, unless it is there. Raises what `check_links` raises.
 
-    @abstractmethod
+        Nothing is to be done in a store: a prefix is there with its first object, and no bucket is made.
+        """
+
     def check_writable(self) -> None:
-        """Raise StorageError when the root cannot be made or written to."""
+        """Raise StorageError when the root cannot be made or written to. In a store, the next put tells."""
 
-    @abstractmethod
     def confirm(self, token: int) -> None:
         """Raise StorageError unless this process sees the claim with `token`, just made by another rank, and can write.
 
-        Ranks that do not share the storage fail here, before anything is saved.
+        Ranks that do not share the storage fail here, before anything is saved. Of processes of one node that do this
+        at the same time, one tries to write.
         """
-
-    # -- what is to be deleted -----------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def discard_recycled(self, keep: str | None = None) -> list[str]:
-        """Let no save write over the files of removed steps any more, but those of the plan `keep`.
-
-        Return the paths to delete.
-        """
-
-    @abstractmethod
-    def removed(self) -> list[tuple[str, bool]]:
-        """Return the places of removed steps and abandoned saves, whose files may be deleted, by any rank.
-
-        The second item says whether it is an abandoned save.
-        """
-
-    def removed_here(self) -> list[tuple[str, bool]] | None:
-        """Return those of `removed` that this process has removed, without asking the storage; None if that is free."""
-        return None
-
-    @abstractmethod
-    def source_at(self, place: str) -> StepSource:
-        """Return the files at a place that `removed` returned."""
-
-    @abstractmethod
-    def delete_share(self, path: str, rank: int, before_each: Callable[[], None]) -> None:
-        """Delete what one rank has written at a place that `removed` returned; `before_each` may wait, or raise."""
-
-    @abstractmethod
-    def delete_contents(self, path: str, before_each: Callable[[], None], *, is_record: bool) -> None:
-        """Delete all that is at a place that `removed` returned, but for the record of an abandoned save."""
-
-    @abstractmethod
-    def clean(self) -> None:
-        """Free the space of abandoned saves and interrupted removals, at once. For the owner."""
-
-    @abstractmethod
-    def clean_records(self) -> None:
-        """Remove what is small and of no use any more, and undo interrupted moves. For the owner."""
+        deadline = Deadline(_VISIBLE_S)
+        while not self.ownership.has(token):
+            if deadline.is_over:
+                raise StorageError(
+                    f"{self.path} on {socket.gethostname()} is not what rank 0 has under this name: the claim that "
+                    "rank 0 made is missing. Mount the same shared file system at the checkpoint root on all hosts, or "
+                    "give all ranks the same endpoint"
+                )
+            time.sleep(_PAUSE_S)
+        probe = NodeLock(f"probe of {self.path} for {token}")
+        if probe.take():
+            try:
+                self.check_writable()
+            finally:
+                probe.release()

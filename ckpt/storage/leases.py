@@ -18,16 +18,18 @@ because a process may be slow and not dead; it only tells for which processes to
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import operator
 import os
+import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import directories, files
@@ -35,6 +37,7 @@ from ckpt.storage.documents import parse_json
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
+from inprocess.ipc.uncopied import Uncopied
 
 __all__ = [
     "EXPIRY_S",
@@ -43,10 +46,12 @@ __all__ = [
     "HostWatch",
     "Lease",
     "Leases",
+    "ReadLease",
     "Writer",
     "changed_s",
     "is_fresh",
-    "keep_renewing",
+    "is_reader_alive",
+    "reader_name",
 ]
 
 EXPIRY_S = 15.0
@@ -56,8 +61,6 @@ _ALONE_PER_S = 10.0  # renewals by processes that never get the lock of their ho
 _COUNTED_RENEWALS = 4  # until then all ranks of a host have registered
 _POLL_S = 0.5
 _MAX_FILE_BYTES = 16 << 20
-
-_Held = TypeVar("_Held")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,18 +315,67 @@ def changed_s(path: str) -> float | None:
             return None
 
 
-def keep_renewing(held: _Held, renew: Callable[[_Held], None], closed: threading.Event, pause_s: float) -> None:
-    """Renew what an object holds in a thread, until it is `closed` or dropped. A forked child has no such thread."""
+class ReadLease(Uncopied):
+    """The lease of this process on a step that it reads. A forked child neither renews nor releases it."""
 
-    def keep(ref: weakref.ref[_Held]) -> None:
-        while not closed.wait(pause_s):
-            held = ref()
-            if held is None:
-                return
-            renew(held)
-            del held
+    def __init__(
+        self, renew: Callable[[], None], release: Callable[[], None], renew_s: float, *, renewing: bool
+    ) -> None:
+        """With `renewing` a thread renews it, until this is released or dropped; otherwise `renew_if_due` does."""
+        self._renew_now = renew
+        self._release_now = release
+        self._renew_s = renew_s
+        self._pid = os.getpid()
+        self._renewed = time.monotonic()
+        self._closed = threading.Event()
+        if renewing:
+            keep = functools.partial(_keep_read_lease, weakref.ref(self), self._closed, renew_s)
+            threading.Thread(target=keep, name="ckpt-reader", daemon=True).start()
 
-    threading.Thread(target=keep, args=(weakref.ref(held),), name="ckpt-reader", daemon=True).start()
+    def renew_if_due(self) -> None:
+        """Renew the lease if that is due; does nothing most times."""
+        if time.monotonic() - self._renewed >= self._renew_s:
+            self.renew()
+
+    def renew(self) -> None:
+        """Renew the lease, as far as that is possible."""
+        self._renewed = time.monotonic()
+        if os.getpid() == self._pid:
+            with contextlib.suppress(StorageError):
+                self._renew_now()
+
+    def release(self) -> None:
+        """Remove the lease, as far as that is possible. Idempotent."""
+        if not self._closed.is_set() and os.getpid() == self._pid:
+            self._closed.set()
+            with contextlib.suppress(OSError, StorageError):
+                self._release_now()
+
+
+def _keep_read_lease(lease: weakref.ref[ReadLease], closed: threading.Event, renew_s: float) -> None:
+    while not closed.wait(renew_s):
+        held = lease()
+        if held is None:
+            return
+        held.renew()
+        del held
+
+
+def reader_name() -> str:
+    """Return a new name for the lease of this process on a step that it reads."""
+    own = Process.here()
+    return f"{own.host}-{own.pid}-{own.start}-{secrets.token_hex(4)}"
+
+
+def is_reader_alive(name: str, is_renewed: Callable[[], bool]) -> bool:
+    """Return whether the process whose lease has this name is alive; one of another host is if it `is_renewed`."""
+    try:
+        host, pid, start, _ = name.rsplit("-", 3)
+        process = Process(host, int(pid), int(start))
+    except ValueError:
+        return False
+    alive = process.alive
+    return is_renewed() if alive is None else alive
 
 
 def _well_formed(line: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ SERVICE_DIRECTORIES = (
     "pins",
     ".superseded",
     ".damaged",
+    ".incomplete",
 )
 """The directories of a root beside its steps."""
 

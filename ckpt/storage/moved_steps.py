@@ -1,33 +1,46 @@
-"""Published steps that were moved aside, because another branch was continued or because they are damaged."""
+"""Steps and saves that are neither published nor pending any more, and what became of them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.directories import Rename
+from ckpt.storage.files import storage_errors
+from ckpt.storage.names import parse_save_name
 from ckpt.storage.step_source import LocalStep, StepSource
 
-__all__ = ["Aside", "MovedStep", "find_moved", "moved_to", "rename_back"]
+__all__ = ["Aside", "MovedStep", "MovedTo", "find_moved", "moved_to", "rename_back", "to_be_deleted"]
 
 Aside = Literal["superseded", "damaged"]
 """Why a published step is moved aside."""
+
+MovedTo = Literal["superseded", "damaged", "abandoned", "removed"]
+"""The states of steps and saves that are neither published nor pending. The files of the last two may be deleted."""
 
 _NAME = re.compile(r"step_(\d{8,18})(?:-.*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class MovedStep:
-    """A step that was moved aside. `name` tells it from the others of its root; most times it is that of its save."""
+    """A step that was moved aside or removed, or an abandoned save; or other files to be deleted, with `step` -1.
+
+    `name` tells it from the others of its root; most times it is that of its save. `has_files` is false if only a
+    record is left. `since_s` is when a save was abandoned, in seconds since 1970.
+    """
 
     step: int
     name: str
-    why: Aside
+    why: MovedTo
     source: StepSource
+    since_s: float = 0.0
+    has_files: bool = True
 
 
 def find_moved(moved: list[MovedStep], name: str, where: str) -> MovedStep:
@@ -39,7 +52,7 @@ def find_moved(moved: list[MovedStep], name: str, where: str) -> MovedStep:
 
 
 def moved_to(folder: str, why: Aside) -> list[MovedStep]:
-    """Return the steps that were moved to a directory, by step and name. Of one that was a link, the link was moved.
+    """Return the steps that were moved to a directory. Of one that was a link, the link was moved.
 
     StorageError if that cannot be told: one that is not found here may be taken for one that was removed.
     """
@@ -49,7 +62,21 @@ def moved_to(folder: str, why: Aside) -> list[MovedStep]:
         match = _NAME.fullmatch(name)
         if match is not None and (files.is_directory(path, follow=False) or os.path.islink(path)):
             found.append(MovedStep(int(match[1]), name, why, LocalStep(path)))
-    return sorted(found, key=lambda each: (each.step, each.name))
+    return found
+
+
+def to_be_deleted(folder: str, names: Iterable[str]) -> list[MovedStep]:
+    """Return the abandoned saves and removed steps in a directory, without those that are removed meanwhile."""
+    found = []
+    for name in names:
+        path, match = os.path.join(folder, name), _NAME.fullmatch(name)
+        step = -1 if match is None else int(match[1])
+        if parse_save_name(name) is None:
+            found.append(MovedStep(step, name, "removed", LocalStep(path)))
+            continue
+        with storage_errors("find", path), contextlib.suppress(FileNotFoundError):
+            found.append(MovedStep(step, name, "abandoned", LocalStep(path), os.lstat(path).st_mtime))
+    return found
 
 
 def rename_back(path: str, target: str) -> None:

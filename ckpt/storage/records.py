@@ -34,7 +34,7 @@ from ckpt.storage.outcomes import Abandoned, Published, unknown_reason
 from ckpt.storage.step_documents import INTENT
 from ckpt.storage.stores.interface import About, Store
 
-__all__ = ["Record", "Records", "State"]
+__all__ = ["Record", "Records", "State", "record_key"]
 
 State = Literal["published", "abandoned", "superseded", "damaged", "removed"]
 
@@ -123,12 +123,8 @@ class Records:
 
         CheckpointCorruptError if the record is damaged.
         """
-        record = self._read(_key(save, 0))
+        record = self._read(record_key(save))
         return None if record is None else record.outcome
-
-    def sync_outcome(self, save: SaveId) -> None:
-        """Make a decision durable that `outcome` has returned. No request to a store where it is so already."""
-        self._store.sync(_key(save, 0))
 
     def of(self, save: SaveId) -> Record | None:
         """Return the newest record of a save; None if there is none. One list, and a read if it is a new one.
@@ -196,7 +192,7 @@ class Records:
 
     def create(self, record: Record) -> Record | None:
         """Create a record, and return it; None if there is one of this save with its number."""
-        about = self._store.create(_key(record.save, record.number), record.encoded())
+        about = self._store.create(record_key(record.save, record.number), record.encoded())
         if about is None:
             return None
         put = replace(record, about=about)
@@ -245,7 +241,7 @@ class Records:
             document = decode_document(data, where)
             save, state = parse_save_name(str(document["save"])), document["state"]
             number = int(key.rpartition("/")[2].removesuffix(".json"))
-            if save is None or state not in _STATES or _key(save, number) != key:
+            if save is None or state not in _STATES or record_key(save, number) != key:
                 raise ValueError(f"it is of save {document['save']!r:.80}, in state {state!r:.40}")
             reason = Failure.from_document(document["reason"]) if "reason" in document else None
             by, at = document.get("by"), str(document.get("at", ""))
@@ -260,5 +256,6 @@ def _order(about: About) -> int:
     return -1 if match is None else int(match["number"])
 
 
-def _key(save: SaveId, number: int) -> str:
+def record_key(save: SaveId, number: int = 0) -> str:
+    """Return the key of a record; number 0 is the decision about the save."""
     return f"records/{save.name}/{number:03d}.json"

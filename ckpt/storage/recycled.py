@@ -28,6 +28,7 @@ from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Pending
 from ckpt.storage.links import refuse_link
 from ckpt.storage.step_documents import intent_of_step
+from ckpt.storage.step_moves import StepMoves
 
 __all__ = ["discard_recycled", "recycle_step", "recycled_path", "take_recycled"]
 
@@ -37,7 +38,7 @@ def recycled_path(root: DirectoryRoot) -> str:
     return refuse_link(os.path.join(root.path, ".retired"))
 
 
-def recycle_step(root: DirectoryRoot, step: int, plan: str, token: int | None = None) -> bool:
+def recycle_step(root: DirectoryRoot, moves: StepMoves, step: int, plan: str, token: int | None = None) -> bool:
     """Remove a published step and keep its files for a save with the digest `plan`; False if the step is being read.
 
     They are to be deleted instead if others are kept already, or if the step has another plan or links for directories.
@@ -46,10 +47,10 @@ def recycle_step(root: DirectoryRoot, step: int, plan: str, token: int | None = 
     """
     ready = os.path.join(recycled_path(root), plan)
     if files.exists(ready) or (intent_of_step(root.step_path(step)) or {}).get("plan") != plan:
-        return root.move_step(step, root.abandoned_path, token) is not None
+        return moves.away(step, root.abandoned_path, token) is not None
     for made in directories.make_directories(root.path, ".retired"):
         directories.fsync_directory(made)
-    moved = root.move_step(step, recycled_path(root), token)
+    moved = moves.away(step, recycled_path(root), token)
     if moved is None:
         return False
     if _is_plain(moved):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, well_formed
-from ckpt.storage.names import PUBLISHED_STEP, parse_save_name, part_name
+from ckpt.storage.names import PUBLISHED_STEP, parse_save_name
 from ckpt.storage.regular_files import read_document_at
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "owner_of_step",
     "read_bytes",
     "read_json",
-    "read_part_of_step",
     "step_around",
 ]
 
@@ -27,14 +26,6 @@ INTENT = "intent.json"
 _MAX_RANKS = 1 << 20
 _OF_STEP = (INTENT, "index.json", "state.json", "parts", "packs")
 _FEW_OF_STEP = 3
-
-
-def read_part_of_step(path: str, rank: int) -> dict[str, Any]:
-    """Return a rank's part manifest of the published step at `path`. CheckpointCorruptError if damaged or missing."""
-    document = read_json(os.path.join(path, part_name(rank)))
-    if document is None:
-        raise CheckpointCorruptError(f"{path}/{part_name(rank)} is missing")
-    return document
 
 
 def checked_intent(document: dict[str, Any], where: str) -> dict[str, Any]:

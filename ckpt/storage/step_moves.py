@@ -15,7 +15,7 @@ import re
 import secrets
 
 from ckpt.errors import FencedError, StorageError
-from ckpt.storage import directories, files, pins
+from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, Rename, try_lock_exclusive
 from ckpt.storage.directory_root import DirectoryRoot
 from ckpt.storage.names import parse_save_name, step_name
@@ -59,7 +59,7 @@ class StepMoves:
         moving = self._moving(step, token)
         if not self._rename(step, moving):
             return None
-        if step in pins.pinned_steps(self._root.path, fresh=True):  # whoever pins a step looks for it afterwards
+        if step in self._root.pinned_steps(fresh=True):  # whoever pins a step looks for it afterwards
             self.back(moving)
             return None
         self._check_after(moving, token)
@@ -128,7 +128,7 @@ class StepMoves:
         if lock is None:
             return False
         with lock:
-            if has_readers(self._root.path, path) or step in pins.pinned_steps(self._root.path, fresh=True):
+            if has_readers(self._root.path, path) or step in self._root.pinned_steps(fresh=True):
                 return False
             directories.rename_directory(path, target)
         return True

@@ -10,113 +10,52 @@ holds on any file system; a lease only saves reading again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import secrets
-import threading
-import time
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.directories import DirectoryLock, lock_shared
 from ckpt.storage.documents import decode_document
-from ckpt.storage.leases import RENEW_S, is_fresh, keep_renewing
+from ckpt.storage.leases import RENEW_S, ReadLease, is_fresh, is_reader_alive, reader_name
 from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
 from ckpt.storage.step_source import HeldStep, LocalStep
-from inprocess.ipc.process import Process
-from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["StepReader", "has_readers", "remove_stale_readers", "why_no_step"]
+__all__ = ["has_readers", "hold_directory", "remove_stale_readers", "why_no_step"]
 
 _READERS = ".readers"
 _MAX_INTENT_BYTES = 1 << 20
 
 
-class StepReader(HeldStep, Uncopied):
-    """Holds a published step while it is read. Any process. A context manager.
+def hold_directory(path: str, root: str | None = None, *, renewing: bool = False) -> HeldStep:
+    """Hold the step in directory `path`; with `root`, its checkpoint root, make a lease there, where that is possible.
 
-    Makes a lease where it can. With `renewing` a thread renews it until `close`; otherwise each `check` does.
+    With `renewing` a thread renews the lease; otherwise each `check` does. CheckpointNotFoundError if the step is being
+    removed, or is none.
     """
+    with contextlib.ExitStack() as ends:
+        if (lock := _locked(path)) is not None:
+            ends.enter_context(lock)
+        identity = _identity(path)
+        if identity is None:
+            raise CheckpointNotFoundError(f"{path} is not a published checkpoint: it has no zarr.json")
+        lease = None
+        if root is not None and (save := _save_of(path)) is not None:
+            lease = _make_lease(root, save, renewing)
+        return HeldStep(LocalStep(path), lambda: _identity(path) == identity, lease, ends.pop_all())
 
-    def __init__(self, path: str, root: str | None = None, *, renewing: bool = False) -> None:
-        """Open the step in directory `path`; with `root`, its checkpoint root, make a lease there.
 
-        CheckpointNotFoundError if it is being removed, or is not a step.
-        """
-        self.path = path
-        self.source = LocalStep(path)
-        self._pid = os.getpid()
-        self._closed = threading.Event()
-        self._lease: str | None = None
-        self._renewed = time.monotonic()
-        self._lock = self._locked()
-        try:
-            self._identity = _identity(path)
-            if self._identity is None:
-                raise CheckpointNotFoundError(f"{path} is not a published checkpoint: it has no zarr.json")
-            if root is not None and (save := _save_of(path)) is not None:
-                self._lease = _make_lease(root, save)
-            self.check()
-        except BaseException:
-            self.close()
-            raise
-        if renewing and self._lease is not None:
-            keep_renewing(self, StepReader._renew, self._closed, RENEW_S)
-
-    def check(self) -> None:
-        """Raise CheckpointNotFoundError unless the step is still the one that was opened.
-
-        If it returns, all data read before is of that step.
-        """
-        if _identity(self.path) != self._identity:
-            raise CheckpointNotFoundError(
-                f"{self.path} was removed or replaced while it was read; open the checkpoint again, and the newest step"
-            )
-        self.renew()
-
-    def renew(self) -> None:
-        """Renew the lease if that is due; does nothing most times."""
-        if time.monotonic() - self._renewed >= RENEW_S:
-            self._renew()
-
-    @property
-    def still_there(self) -> bool:
-        """See `HeldStep.still_there`."""
-        try:
-            self.check()
-        except CheckpointNotFoundError:
-            return False
-        except StorageError:
-            return True  # nothing is known of a removal
-        return True
-
-    def close(self) -> None:
-        """Release the step. Idempotent."""
-        self._closed.set()
-        lease, self._lease = self._lease, None
-        if lease is not None and os.getpid() == self._pid:  # a fork must not remove its parent's lease
-            with contextlib.suppress(OSError, StorageError):
-                files.remove(lease)
-                os.rmdir(os.path.dirname(lease))  # fails if another reader has a lease
-        if self._lock is not None:
-            self._lock.close()
-
-    def _locked(self) -> DirectoryLock | None:
-        try:
-            lock = lock_shared(self.path)
-        except StorageError:
-            if not files.is_directory(self.path):
-                raise CheckpointNotFoundError(f"{self.path} does not exist (any more)") from None
-            return None  # no permission to open the directory itself; reads show whether the files can be opened
-        if lock is None:
-            raise CheckpointNotFoundError(f"{self.path} is being removed; open another step")
-        return lock
-
-    def _renew(self) -> None:
-        self._renewed = time.monotonic()
-        if self._lease is not None and os.getpid() == self._pid:  # that of a fork ends with its parent
-            with contextlib.suppress(StorageError):
-                files.touch(self._lease)
+def _locked(path: str) -> DirectoryLock | None:
+    try:
+        lock = lock_shared(path)
+    except StorageError:
+        if not files.is_directory(path):
+            raise CheckpointNotFoundError(f"{path} does not exist (any more)") from None
+        return None  # no permission to open the directory itself; reads show whether the files can be opened
+    if lock is None:
+        raise CheckpointNotFoundError(f"{path} is being removed; open another step")
+    return lock
 
 
 def why_no_step(path: str) -> str | None:
@@ -157,29 +96,23 @@ def _readers(root: str) -> str:
 
 def _has_reader(directory: str, names: list[str]) -> bool:
     now = directories.server_time(directory) if names else 0.0
-    return any(_is_alive(os.path.join(directory, name), now) for name in names)
+    return any(is_reader_alive(name, functools.partial(is_fresh, os.path.join(directory, name), now)) for name in names)
 
 
-def _is_alive(lease: str, now: float) -> bool:
-    try:
-        host, pid, start, _ = os.path.basename(lease).rsplit("-", 3)
-        process = Process(host, int(pid), int(start))
-    except ValueError:
-        return False
-    alive = process.alive
-    return is_fresh(lease, now) if alive is None else alive
-
-
-def _make_lease(root: str, save: str) -> str | None:
-    """Make a lease and return its file; None if it cannot be made."""
-    own = Process.here()
+def _make_lease(root: str, save: str, renewing: bool) -> ReadLease | None:
+    """Make a lease, a file; None if it cannot be made."""
     try:
         directory = directories.make_directories(root, f"{_READERS}/{save}")[-1]
-        path = os.path.join(directory, f"{own.host}-{own.pid}-{own.start}-{secrets.token_hex(4)}")
+        path = os.path.join(directory, reader_name())
         files.append(path, b"")
     except (OSError, StorageError):
         return None
-    return path
+
+    def release() -> None:
+        files.remove(path)
+        os.rmdir(directory)  # fails if another reader has a lease
+
+    return ReadLease(functools.partial(files.touch, path), release, RENEW_S, renewing=renewing)
 
 
 def _identity(path: str) -> tuple[bytes, int, int] | None:

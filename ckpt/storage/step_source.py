@@ -6,6 +6,7 @@ A step may come from an untrusted source, so a name never leads out of it. Any p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -14,20 +15,23 @@ from typing import Any, Self
 
 import numpy as np
 
-from ckpt.errors import StorageError
-from ckpt.native import read_checked
+from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ckpt.native import CHECKSUM_BYTES, check_pieces, read_checked
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES
 from ckpt.storage.files import exists, is_directory, storage_errors
+from ckpt.storage.leases import ReadLease
 from ckpt.storage.names import PUBLISHED_STEP
-from ckpt.storage.regular_files import open_regular, read_regular
+from ckpt.storage.regular_files import DamagedFileError, MissingFileError, open_regular, read_regular
+from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["HeldStep", "LocalStep", "OpenFile", "StepSource", "step_source"]
+__all__ = ["HeldStep", "LocalStep", "OpenFile", "StepSource", "read_document", "step_source"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _GONE = (FileNotFoundError, NotADirectoryError)
 
-
 _UNCHECKED_BYTES = 1 << 20
+_NEAR_BYTES = 1 << 20  # what lies between two ranges that are fetched as one: a request costs as much time
 
 
 class OpenFile(ABC):
@@ -48,13 +52,32 @@ class OpenFile(ABC):
         memory[: len(data)] = data
         return len(data)
 
-    @abstractmethod
     def read_checked(self, segments: Array) -> bool:
-        """Read `segments` into memory and check them, as `ckpt.native.read_checked` does. Raises as `read`."""
+        """Read `segments` into memory and check them, as `ckpt.native.read_checked` does. Raises as `read`.
 
-    @abstractmethod
-    def close(self) -> None:
+        Blocks near each other are fetched with one `read`, which may be a request to another machine.
+        """
+        return all(check_pieces(self.read(start, end - start), start, part) for part, start, end in _ranges(segments))
+
+    def close(self) -> None:  # noqa: B027 - a file that is fetched with requests has nothing to release
         """Release the file."""
+
+
+def _ranges(segments: Array) -> list[tuple[Array, int, int]]:
+    """Return groups of segments, each with the first and the last byte (excluded) of its blocks."""
+    segments = segments[(segments["bytes"] > 0) & (segments["rows"] > 0)]
+    if not len(segments):
+        return []
+    block, at = segments["block_bytes"], segments["at"]
+    last = at + (segments["rows"] - 1) * segments["at_step"] + segments["bytes"] - 1
+    pitch = block + CHECKSUM_BYTES
+    first_byte, end_byte = segments["base"] + at // block * pitch, segments["base"] + (last // block + 1) * pitch
+    ends = np.maximum.accumulate(end_byte)
+    cuts = [0, *(np.flatnonzero(first_byte[1:] > ends[:-1] + _NEAR_BYTES) + 1).tolist(), len(segments)]
+    return [
+        (np.ascontiguousarray(segments[low:high]), int(first_byte[low:high].min()), int(end_byte[low:high].max()))
+        for low, high in itertools.pairwise(cuts)
+    ]
 
 
 class StepSource(ABC):
@@ -65,9 +88,9 @@ class StepSource(ABC):
     """How many bytes one thread reads at once, so that several share the work."""
 
     @property
-    @abstractmethod
     def looks_like_step(self) -> bool:
         """Whether there is a step, although perhaps damaged: then a missing document is damage."""
+        return True
 
     @abstractmethod
     def read(self, name: str, max_bytes: int) -> bytes:
@@ -94,6 +117,14 @@ class StepSource(ABC):
 
         StorageError if they cannot be listed.
         """
+
+    def changed_s(self, name: str) -> float:
+        """Return when a file was written last, in seconds since 1970; 0 if it does not exist, or if that is not known.
+
+        StorageError if it cannot be told.
+        """
+        del name
+        return 0.0
 
     def usage(self) -> tuple[int, float]:
         """Return the bytes of all files, and when any of them changed last, in seconds since 1970.
@@ -145,6 +176,13 @@ class LocalStep(StepSource):
                 raise StorageError(f"cannot list {os.path.join(self.path, folder)}: {error.strerror}") from error
         return sizes, folders
 
+    def changed_s(self, name: str) -> float:
+        """See `StepSource.changed_s`."""
+        path = os.path.join(self.path, name)
+        with storage_errors("find", path), contextlib.suppress(*_GONE):
+            return os.stat(path).st_mtime
+        return 0.0
+
     def usage(self) -> tuple[int, float]:
         """See `StepSource.usage`. Links are not followed; what is removed meanwhile is left out."""
         total, newest, stack = 0, 0.0, [self.path]
@@ -186,36 +224,81 @@ class _LocalFile(OpenFile):
         os.close(self._fd)
 
 
+def read_document(source: StepSource, name: str) -> bytes | None:
+    """Return the content of a document of a step; None if it does not exist.
+
+    CheckpointCorruptError if it is not what a file of a step is; StorageError if it cannot be read.
+    """
+    where = os.path.join(source.path, name)
+    with storage_errors("read", where):
+        try:
+            return source.read(name, MAX_DOCUMENT_BYTES)
+        except MissingFileError:
+            return None
+        except DamagedFileError as damage:
+            raise CheckpointCorruptError(f"{where} {damage}; restore from another step or copy") from None
+
+
 def step_source(step: str | StepSource) -> StepSource:
     """Return the source itself, or that of a directory."""
     return LocalStep(step) if isinstance(step, str) else step
 
 
-class HeldStep(ABC):
-    """Holds a published step while it is read. A context manager."""
+class HeldStep(Uncopied):
+    """Holds a published step while it is read: its files, and a lease where one could be made. A context manager.
 
-    path: str
-    source: StepSource
+    The lease only saves reading again: `check` tells whether what was read is of this step.
+    """
 
-    @abstractmethod
+    def __init__(
+        self,
+        source: StepSource,
+        is_same: Callable[[], bool],
+        lease: ReadLease | None = None,
+        ends: contextlib.ExitStack | None = None,
+    ) -> None:
+        """`is_same` looks whether the step is still the one that was opened. `ends` is closed with this.
+
+        CheckpointNotFoundError if the step was removed meanwhile: looks after the lease was made, which the owner looks
+        for before it removes the step.
+        """
+        self.path = source.path
+        self.source = source
+        self._is_same = is_same
+        self._lease = lease
+        self._ends = contextlib.ExitStack() if ends is None else ends
+        try:
+            self.check()
+        except BaseException:
+            self.close()
+            raise
+
     def check(self) -> None:
-        """Raise CheckpointNotFoundError unless the step is still the one that was opened.
+        """Raise CheckpointNotFoundError unless the step is still the one that was opened; renew the lease if it is due.
 
         If it returns, all data read before is of that step.
         """
-
-    @abstractmethod
-    def renew(self) -> None:
-        """Renew the lease if that is due; does nothing most times."""
+        if not self._is_same():
+            raise CheckpointNotFoundError(
+                f"{self.path} was removed or replaced while it was read; open the checkpoint again, and the newest step"
+            )
+        if self._lease is not None:
+            self._lease.renew_if_due()
 
     @property
-    @abstractmethod
     def still_there(self) -> bool:
-        """Whether the step is still the one that was opened."""
+        """Whether the step is still the one that was opened. True if that cannot be told."""
+        try:
+            return self._is_same()
+        except StorageError:
+            return True  # nothing is known of a removal
 
-    @abstractmethod
     def close(self) -> None:
         """Release the step. Idempotent."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+        self._ends.close()
 
     def __enter__(self) -> Self:
         return self

@@ -26,14 +26,16 @@ from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedEr
 from ckpt.ranks.failure import Failure
 from ckpt.storage.copied_steps import CopiedDirectories
 from ckpt.storage.interface import Aside, MovedStep, Root
+from ckpt.storage.moved_steps import MovedTo
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.records import Record, Records
 from ckpt.storage.state_changes import StateChanges
 from ckpt.storage.step_documents import INTENT
+from ckpt.storage.step_source import HeldStep
 from ckpt.storage.store_owner import StoreOwnership
 from ckpt.storage.store_save import StoreSave
-from ckpt.storage.store_step import HeldObjects, StoreStep, readers, remove_stale_readers
+from ckpt.storage.store_step import StoreStep, hold_objects, readers, remove_stale_readers
 from ckpt.storage.stores.interface import Store
 from ckpt.storage.stores.opening import open_store
 
@@ -65,12 +67,12 @@ class StoreRoot(Root):
         self.path = store.url
         self.options = options
         self.ownership = StoreOwnership(store, impatient or store)
-        self._store = store
+        self.store = store
         self._records = Records(store)
         self._copied = CopiedDirectories(store)
         self._changes = StateChanges(store, self._records, self.ownership, self._published, self.pinned_steps)
         self._step = step
-        self._removed_here: set[str] = set()  # saves whose objects are to be deleted
+        self._removed_here: dict[str, MovedStep] = {}  # by the names of the saves
 
     def steps(self) -> list[int]:
         """See `Root.steps`."""
@@ -112,7 +114,7 @@ class StoreRoot(Root):
         return self._source(self._listed(step))
 
     def _source(self, record: Record) -> StoreStep:
-        return StoreStep(self._store, record.prefix)
+        return StoreStep(self.store, record.prefix)
 
     def published_s(self, step: int) -> float:
         """See `Root.published_s`, as of the last list of the steps."""
@@ -133,11 +135,11 @@ class StoreRoot(Root):
             raise CheckpointNotFoundError(f"{self.path} has no published step {step}", step=step)
         return record
 
-    def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldObjects:
+    def hold_step(self, step: int, *, lease: bool, renewing: bool = False) -> HeldStep:
         """See `Root.hold_step`."""
         return self._hold(self._existing(step), lease, renewing)
 
-    def hold_itself(self) -> HeldObjects:
+    def hold_itself(self) -> HeldStep:
         """See `Root.hold_itself`.
 
         The place of a step is the URL of the root, ``/saves/``, and the name of its save; or that of the root and
@@ -146,30 +148,35 @@ class StoreRoot(Root):
         if self._step is not None:
             return self._hold(Record.published(self._step), lease=True, renewing=True)
         match = _NAMED_STEP.fullmatch(self.path)
-        if self._store.about("zarr.json") is not None and self._store.about(INTENT) is not None:
-            return HeldObjects(self._store, "", None, lambda: self._store.about(INTENT) is not None, renewing=False)
+        if self.store.about("zarr.json") is not None and self.store.about(INTENT) is not None:
+            return hold_objects(self.store, "", None, lambda: self.store.about(INTENT) is not None, renewing=False)
         if match is not None:
             root = store_root(match["root"], self.options or StorageOptions())
             return root.hold_step(int(match["step"]), lease=True, renewing=True)
         raise CheckpointNotFoundError(f"{self.path} has no published checkpoint")
 
-    def _hold(self, found: Record, lease: bool, renewing: bool) -> HeldObjects:
+    def _hold(self, found: Record, lease: bool, renewing: bool) -> HeldStep:
         def is_published() -> bool:
             record = self._records.of(found.save)
             if record is None and found.at:  # no owner has taken it in yet
-                return self._store.about(f"{found.at}/{INTENT}") is not None
+                return self.store.about(f"{found.at}/{INTENT}") is not None
             return record is not None and (record.is_published or record.state not in ("abandoned", "removed"))
 
         readers_of = found.save.name if lease else None
-        return HeldObjects(self._store, found.prefix, readers_of, is_published, renewing=renewing)
+        return hold_objects(self.store, found.prefix, readers_of, is_published, renewing=renewing)
 
-    def moved_aside(self) -> list[MovedStep]:
-        """See `Root.moved_aside`. One list."""
-        return [
-            MovedStep(record.save.step, record.save.name, record.state, self._source(record))
-            for record in self._records.all()
-            if record.state in ("superseded", "damaged") and record.by is None
-        ]
+    def moved(self, *states: MovedTo) -> list[MovedStep]:
+        """See `Root.moved`. One list; two, or three if steps were copied here, for those whose files may be deleted."""
+        looks = "abandoned" in states or "removed" in states
+        there = {f"saves/{save.name}" for save in self._saves()} if looks else set()
+        records = [each for each in self._records.all() if each.state in states and each.by is None]
+        there |= self._copied_there(records) if looks else set()
+        return [self._as_moved(each, has_files=not each.is_gone or each.prefix in there) for each in records]
+
+    def _as_moved(self, record: Record, *, has_files: bool = True) -> MovedStep:
+        assert record.state != "published"
+        source, save = self._source(record), record.save
+        return MovedStep(save.step, save.name, record.state, source, record.time, has_files)
 
     def publish_again(self, name: str, token: int) -> None:
         """See `Root.publish_again`. Its objects have stayed where they are."""
@@ -189,11 +196,6 @@ class StoreRoot(Root):
                 self._records.change(published, record.state)
             raise
 
-    def remove_moved(self, name: str) -> None:
-        """See `Root.remove_moved`."""
-        if self._records.change(self._moved(name), "removed"):
-            self.delete_contents(name, lambda: None, is_record=False)
-
     def _moved(self, name: str) -> Record:
         for record in self._records.all():
             if record.save.name == name and record.state in ("superseded", "damaged") and record.by is None:
@@ -206,178 +208,94 @@ class StoreRoot(Root):
         for _ in range(_ATTEMPTS):
             record = self._record(step)
             if record is not None and self._changes.make([record], why, token):
-                return self._store.place(record.prefix)
+                return self.store.place(record.prefix)
             self.ownership.check(token)
             if record is None:
                 break
             # A late process of an earlier owner was faster, and may leave the step published: look again.
         return None
 
-    def remove_step(self, step: int, token: int | None = None) -> bool:
-        """See `Root.remove_step`."""
-        record = self._record(step)
-        if record is not None and not self._retire(record, token):
-            return False
-        if record is not None:
-            self.delete_contents(record.save.name, lambda: None, is_record=False)
-        return True
-
-    def retire_step(self, step: int, token: int, plan: str | None = None) -> bool:
+    def retire_step(self, step: int, token: int | None, plan: str | None = None) -> MovedStep | None:
         """See `Root.retire_step`."""
         record = self._record(step)
-        return record is None or self._retire(record, token)
+        if record is None:
+            return MovedStep(step, step_name(step), "removed", StoreStep(self.store, step_name(step)), has_files=False)
+        if record.save.name in readers(self.store, record.save.name) or step in self.pinned_steps():
+            return None
+        changed = self._remove([record], token)
+        if not changed and step in self._published():  # it was pinned meanwhile
+            return None
+        return self._as_moved(replace(record, state="removed", by=None), has_files=bool(changed))
 
     def retire_steps(
         self, steps: Sequence[int], token: int, plan: str | None = None, *, failed: dict[int, str]
     ) -> list[int]:
         """See `Root.retire_steps`. Four lists for all, and two puts for each."""
         records = {each.save.step: each for each in self._records.known() if each.is_published}
-        read = readers(self._store)
+        read = readers(self.store)
         pinned = self.pinned_steps()  # after the readers: whoever pins a step reads it until it is pinned
         chosen = [records[step] for step in steps if step in records and step not in pinned]
         return self._remove([each for each in chosen if each.save.name not in read], token, failed)
 
-    def _retire(self, record: Record, token: int | None) -> bool:
-        if record.save.name in readers(self._store, record.save.name) or record.save.step in self.pinned_steps():
-            return False
-        # If that changes nothing, another process has removed the step, or pinned it since.
-        return bool(self._remove([record], token)) or record.save.step not in self._published()
-
     def _remove(self, records: list[Record], token: int | None, failed: dict[int, str] | None = None) -> list[int]:
         """Remove steps, and return their numbers; without those that another process has changed meanwhile."""
         changed = self._changes.make(records, "removed", token, failed)
-        self._removed_here.update(record.save.name for record in changed)
+        self._removed_here |= {record.save.name: self._as_moved(record) for record in changed}
         if token is not None and len(changed) + len(failed or {}) < len(records):
             self.ownership.check(token)  # else another process of this owner has changed it
         return [record.save.step for record in changed]
 
-    def pinned_steps(self) -> set[int]:
-        """See `Root.pinned_steps`."""
-        _, objects = self._store.names("pins/")
-        names = (each.key.rpartition("/")[2] for each in objects)
-        return {int(match[1]) for name in names if (match := PUBLISHED_STEP.fullmatch(name))}
-
-    def pin_step(self, step: int) -> None:
-        """See `Root.pin_step`."""
-        record = self._existing(step)
-        with self._hold(record, lease=True, renewing=False) as held:
-            made = self._store.create(f"pins/{step_name(step)}", b"") is not None
-            try:
-                held.check()
-                newest = self._records.of(record.save)
-                if newest is not None and newest.state == "removed":  # whoever removes it may not have seen the pin
-                    raise CheckpointNotFoundError(f"step {step} of {self.path} is being removed", step=step)
-            except CheckpointNotFoundError:
-                if made:
-                    self.unpin_step(step)
-                raise
-
-    def unpin_step(self, step: int) -> bool:
-        """See `Root.unpin_step`."""
-        if step not in self.pinned_steps():
-            return False
-        self._store.delete([f"pins/{step_name(step)}"])
-        return True
+    def _is_leaving(self, step: int) -> bool:
+        """See `PublishedSteps._is_leaving`."""
+        record = self._record(step)
+        newest = None if record is None else self._records.of(record.save)
+        return newest is not None and newest.state == "removed"
 
     def pending(self) -> list[SaveId]:
         """See `Root.pending`. Two lists."""
         saves = self._saves()  # before the records: one that is decided meanwhile has its record then
-        decided = set(self._store.names("records/")[0])
+        decided = set(self.store.names("records/")[0])
         left = [save for save in saves if save.name not in decided]
         return sorted(left, key=lambda save: (save.step, save.owner, save.nonce))
-
-    def abandoned(self) -> list[SaveId]:
-        """See `Root.abandoned`."""
-        return [record.save for record in self._records.all() if record.state == "abandoned"]
-
-    def abandoned_s(self, save: SaveId) -> float:
-        """See `Root.abandoned_s`."""
-        known = [record for record in self._records.known() if record.save == save]  # as of the last list
-        record = known[0] if known else self._records.of(save)
-        if record is None or record.state != "abandoned":
-            raise StorageError(f"{self.path} has no record that save {save.name} was abandoned")
-        return record.time
 
     def is_gone(self, save: SaveId) -> bool | None:
         """See `Root.is_gone`."""
         record = self._records.of(save)
         if record is not None:
             return record.is_gone
-        return False if any(True for _ in self._store.below(f"saves/{save.name}/")) else None
+        return False if any(True for _ in self.store.below(f"saves/{save.name}/")) else None
 
     def _saves(self) -> list[SaveId]:
         """Return all saves that have objects."""
-        return [save for name in self._store.names("saves/")[0] if (save := parse_save_name(name)) is not None]
+        return [save for name in self.store.names("saves/")[0] if (save := parse_save_name(name)) is not None]
 
     def pending_save(self, save: SaveId, token: int | None = None) -> StoreSave:
         """See `Root.pending_save`."""
-        return StoreSave(self, self._store, self._records, save, token)
+        return StoreSave(self, self.store, self._records, save, token)
 
     def refresh(self) -> None:
         """See `Root.refresh`: a list shows what was put before it. Two lists."""
         self._copied.take_in(self._records)
 
-    def check_links(self) -> None:
-        """See `Root.check_links`: there are none."""
-
-    def make(self) -> None:
-        """See `Root.make`: a prefix exists with its first object, and no bucket is made."""
-
-    def check_writable(self) -> None:
-        """See `Root.check_writable`: the next put tells."""
-
-    def confirm(self, token: int) -> None:
-        """See `Root.confirm`."""
-        if not self.ownership.has(token):
-            raise StorageError(
-                f"{self.path} of this rank is not what rank 0 has under this URL: the claim that rank 0 made is "
-                "missing. Give all ranks the same endpoint"
-            )
-
-    def discard_recycled(self, keep: str | None = None) -> list[str]:
-        """See `Root.discard_recycled`: there are none."""
-        return []
-
-    def removed(self) -> list[tuple[str, bool]]:
-        """See `Root.removed`. The places are names of saves."""
-        left = {f"saves/{save.name}" for save in self._saves()}
-        gone = [each for each in self._records.all() if each.is_gone]
-        left |= self._copied_there(gone)
-        return [(each.save.name, each.state == "abandoned") for each in gone if each.prefix in left]
-
     def _copied_there(self, records: Iterable[Record]) -> set[str]:
         """Return the prefixes of steps that were copied from a directory and are there. A list if there are some."""
         if not any(each.at for each in records):
             return set()
-        return {name for name in self._store.names("")[0] if PUBLISHED_STEP.fullmatch(name)}
+        return {name for name in self.store.names("")[0] if PUBLISHED_STEP.fullmatch(name)}
 
-    def _prefix(self, save: str) -> str:
-        """Return the prefix of the objects of a save, as of the last list of the records."""
-        return next((each.prefix for each in self._records.known() if each.save.name == save), f"saves/{save}")
-
-    def source_at(self, place: str) -> StoreStep:
-        """See `Root.source_at`."""
-        return StoreStep(self._store, self._prefix(place))
-
-    def removed_here(self) -> list[tuple[str, bool]]:
+    def removed_here(self) -> list[MovedStep]:
         """See `Root.removed_here`."""
-        return [(name, False) for name in sorted(self._removed_here)]
+        return [moved for _, moved in sorted(self._removed_here.items())]
 
-    def delete_share(self, path: str, rank: int, before_each: Callable[[], None]) -> None:
-        """See `Root.delete_share`: the coordinator deletes all."""
-
-    def delete_contents(self, path: str, before_each: Callable[[], None], *, is_record: bool) -> None:
-        """See `Root.delete_contents`. The record is not among them."""
+    def delete(self, moved: MovedStep, before_each: Callable[[], None]) -> None:
+        """See `Root.delete`. The record is not among the files."""
         before_each()
-        self._store.delete([each.key for each in self._store.below(f"{self._prefix(path)}/")])
-        self._removed_here.discard(path)
-
-    def clean(self) -> None:
-        """See `Root.clean`."""
-        for name, is_record in self.removed():
-            with contextlib.suppress(StorageError):
-                self.delete_contents(name, lambda: None, is_record=is_record)
-        self.clean_records()
+        if moved.why in ("superseded", "damaged") and self._records.change(self._moved(moved.name), "removed") is None:
+            return  # published again meanwhile, or removed
+        if moved.has_files:
+            assert isinstance(moved.source, StoreStep)
+            moved.source.delete()
+        self._removed_here.pop(moved.name, None)
 
     def clean_records(self) -> None:
         """See `Root.clean_records`. Also of an earlier owner: what this decides and deletes can never be published."""
@@ -391,17 +309,17 @@ class StoreRoot(Root):
             if each.is_published:
                 self._records.keeps(each)  # its process came late, and ended before it could withdraw the record
         gone = [each for each in absent if each.is_gone]
-        before = self._store.now() - _KEEP_RECORDS_S if gone else 0.0
+        before = self.store.now() - _KEEP_RECORDS_S if gone else 0.0
         if old := [each.save for each in gone if each.about and each.about.modified_s < before]:
             self._records.forget(old)
         with contextlib.suppress(StorageError):
-            remove_stale_readers(self._store)
+            remove_stale_readers(self.store)
 
     def _abandon_late(self, undecided: list[SaveId]) -> None:
         """Abandon what late writers of earlier owners have put of saves that never began: those without an intent."""
         owner = self.ownership.owner() if undecided else 0
         for save in undecided:
-            if save.owner < owner and self._store.about(f"saves/{save.name}/{INTENT}") is None:
+            if save.owner < owner and self.store.about(f"saves/{save.name}/{INTENT}") is None:
                 reason = Failure(None, "SaveAbandonedError", "a process of an earlier owner came too late")
                 self._records.create(Record.abandoned(save, reason))
 

@@ -8,23 +8,17 @@ step from being removed meanwhile.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import threading
-import time
+import functools
 from collections.abc import Callable
 
-from ckpt.errors import CheckpointNotFoundError, StorageError
-from ckpt.storage.leases import keep_renewing
-from ckpt.storage.ranged_file import RangedFile
+from ckpt.errors import StorageError
+from ckpt.storage.leases import ReadLease, is_reader_alive, reader_name
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_source import HeldStep, OpenFile, StepSource
 from ckpt.storage.store_owner import STORE_EXPIRY_S, STORE_RENEW_S
 from ckpt.storage.stores.interface import Store
-from inprocess.ipc.process import Process
 
-__all__ = ["HeldObjects", "StoreStep", "readers", "remove_stale_readers"]
+__all__ = ["StoreStep", "hold_objects", "readers", "remove_stale_readers"]
 
 
 class StoreStep(StepSource):
@@ -36,11 +30,6 @@ class StoreStep(StepSource):
         self.path = store.place(prefix)
         self._store = store
         self._prefix = prefix
-
-    @property
-    def looks_like_step(self) -> bool:
-        """See `StepSource.looks_like_step`: a record says that there is one."""
-        return True
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """See `StepSource.read`."""
@@ -61,10 +50,19 @@ class StoreStep(StepSource):
         below = self._key_of("")
         return {each.key[len(below) :]: each.nbytes for each in self._store.below(below)}, set()
 
+    def changed_s(self, name: str) -> float:
+        """See `StepSource.changed_s`."""
+        about = self._store.about(self._key(name))
+        return 0.0 if about is None else about.modified_s
+
     def usage(self) -> tuple[int, float]:
         """See `StepSource.usage`."""
         found = list(self._store.below(self._key_of("")))
         return sum(each.nbytes for each in found), max((each.modified_s for each in found), default=0.0)
+
+    def delete(self) -> None:
+        """Delete all objects."""
+        self._store.delete([each.key for each in self._store.below(self._key_of(""))])
 
     def _key(self, name: str) -> str:
         if not name or any(part in ("", ".", "..") for part in name.split("/")):
@@ -75,7 +73,7 @@ class StoreStep(StepSource):
         return f"{self._prefix}/{name}" if self._prefix else name
 
 
-class _StoreFile(RangedFile):
+class _StoreFile(OpenFile):
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
         self._key = key
@@ -93,78 +91,28 @@ class _StoreFile(RangedFile):
             raise MissingFileError("is missing")
         return data
 
-    def close(self) -> None:
-        pass
+
+def hold_objects(
+    store: Store, prefix: str, save: str | None, is_published: Callable[[], bool], *, renewing: bool
+) -> HeldStep:
+    """Hold the step below a prefix. `is_published` asks the store whether it is still there.
+
+    A lease is made, where that is possible, if its `save` is given. With `renewing` a thread renews it; otherwise each
+    `check` does. CheckpointNotFoundError if the step is gone.
+    """
+    lease = None if save is None else _make_lease(store, save, renewing)
+    return HeldStep(StoreStep(store, prefix), is_published, lease)
 
 
-class HeldObjects(HeldStep):
-    """Holds a step. Makes a lease where it can, if so asked; with `renewing` a thread renews it."""
-
-    def __init__(
-        self, store: Store, prefix: str, save: str | None, is_published: Callable[[], bool], *, renewing: bool
-    ) -> None:
-        """`is_published` asks the store whether the step is still there. A lease is made if its `save` is given."""
-        self.source = StoreStep(store, prefix)
-        self.path = self.source.path
-        self._store = store
-        self._is_published = is_published
-        self._pid = os.getpid()
-        self._closed = threading.Event()
-        self._renewed = time.monotonic()
-        self._lease = None if save is None else _make_lease(store, save)
-        try:
-            self.check()  # after the lease was made, which the owner looks for before it removes the step
-        except BaseException:
-            self.close()
-            raise
-        if renewing and self._lease is not None:
-            keep_renewing(self, HeldObjects._renew, self._closed, STORE_RENEW_S)
-
-    def check(self) -> None:
-        """See `HeldStep.check`."""
-        if not self._is_published():
-            raise CheckpointNotFoundError(
-                f"{self.path} was removed while it was read; open the checkpoint again, and the newest step"
-            )
-        self.renew()
-
-    def renew(self) -> None:
-        """See `HeldStep.renew`."""
-        if time.monotonic() - self._renewed >= STORE_RENEW_S:
-            self._renew()
-
-    @property
-    def still_there(self) -> bool:
-        """See `HeldStep.still_there`."""
-        try:
-            return self._is_published()
-        except StorageError:
-            return True  # nothing is known of a removal
-
-    def close(self) -> None:
-        """See `HeldStep.close`."""
-        self._closed.set()
-        lease, self._lease = self._lease, None
-        if lease is not None and os.getpid() == self._pid:  # a fork must not remove its parent's lease
-            with contextlib.suppress(StorageError):
-                self._store.delete([lease])
-
-    def _renew(self) -> None:
-        self._renewed = time.monotonic()
-        if (lease := self._lease) is not None and os.getpid() == self._pid:  # that of a fork ends with its parent
-            with contextlib.suppress(StorageError):
-                self._store.put(lease, b"")
-
-
-def _make_lease(store: Store, save: str) -> str | None:
-    """Make a lease and return its key; None where nothing may be put."""
-    own = Process.here()
-    key = f"readers/{save}/{own.host}-{own.pid}-{own.start}-{secrets.token_hex(4)}"
+def _make_lease(store: Store, save: str, renewing: bool) -> ReadLease | None:
+    """Make a lease, an object; None where nothing may be put."""
+    key = f"readers/{save}/{reader_name()}"
+    renew = functools.partial(store.put, key, b"")
     try:
-        store.put(key, b"")
+        renew()
     except StorageError:
         return None
-    return key
+    return ReadLease(renew, functools.partial(store.delete, [key]), STORE_RENEW_S, renewing=renewing)
 
 
 def readers(store: Store, save: str | None = None) -> set[str]:
@@ -180,9 +128,4 @@ def remove_stale_readers(store: Store) -> None:
 
 
 def _is_alive(store: Store, key: str, modified_s: float) -> bool:
-    try:
-        host, pid, start, _ = key.rpartition("/")[2].rsplit("-", 3)
-        alive = Process(host, int(pid), int(start)).alive
-    except ValueError:
-        return False
-    return store.now() - modified_s < STORE_EXPIRY_S if alive is None else alive
+    return is_reader_alive(key.rpartition("/")[2], lambda: store.now() - modified_s < STORE_EXPIRY_S)

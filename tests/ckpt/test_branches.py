@@ -472,7 +472,7 @@ def test_a_fork_of_a_reader_renews_nothing(
     opened = ckpt.open(tmp_path)
     (lease,) = (tmp_path / ".readers").glob("*/*")
     os.utime(lease, (1e9, 1e9))
-    opened._reader._renewed = -1e9  # type: ignore[attr-defined]
+    opened._reader._lease._renewed = -1e9  # type: ignore[attr-defined]
     pid = os.fork()
     if not pid:
         opened.check()

@@ -80,7 +80,7 @@ class _Item:
 
 def _items(root: Root, stale_after_s: float) -> list[_Item]:
     items = [_pending_item(root, save, stale_after_s) for save in pending_saves(root)]
-    places = {os.path.basename(place): root.source_at(place) for place, _ in root.removed()}
+    places = {moved.name: moved.source for moved in root.removed()}
     for save in abandoned_saves(root):
         source = places.pop(save.id.name, None)
         data = source is not None and _holds_data(root, source)
@@ -146,7 +146,7 @@ def _remove(root: Root, items: list[_Item]) -> int:
                 root.pending_save(item.save.id, token).abandon(reason)
         root.discard_recycled()
         root.clean()
-        places = {os.path.basename(place): root.source_at(place) for place, _ in root.removed()}
+        places = {moved.name: moved.source for moved in root.removed()}
     left = [places.get(item.name, item.source) for item in items]
     return max(0, sum(item.bytes for item in items) - sum(_usage(source)[0] for source in left if source is not None))
 

@@ -7,7 +7,6 @@ the same of all ranks. Documents of published steps are read once. Anything may 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from types import MappingProxyType
 from ckpt.errors import CheckpointError
 from ckpt.storage.documents import ILL_FORMED, decode_document
 from ckpt.storage.interface import Root
-from ckpt.storage.names import INDEX, SaveId, pack_file
+from ckpt.storage.names import INDEX, SaveId, pack_file, parse_save_name
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.parts_watch import PartsWatch
@@ -306,17 +305,16 @@ def _nothing_there(root: Root) -> str:
 
 def _abandoned(root: Root, now: float) -> list[AbandonedSave]:
     """Return the saves that were abandoned last, the newest first."""
-    found = []
-    for save in root.abandoned():
-        with contextlib.suppress(CheckpointError):
-            found.append((root.abandoned_s(save), save))
     rows = []
-    for at, save in sorted(found, key=lambda each: -each[0])[:_NEWEST_ABANDONED]:
+    for moved in sorted(root.moved("abandoned"), key=lambda each: -each.since_s)[:_NEWEST_ABANDONED]:
+        save = parse_save_name(moved.name)
+        if save is None:
+            continue
         try:
             why = why_abandoned(root, save)
         except (CheckpointError, OSError) as error:
             why = str(error)
-        rows.append(AbandonedSave(save.step, max(0.0, now - at), why))
+        rows.append(AbandonedSave(save.step, max(0.0, now - moved.since_s), why))
     return rows
 
 

@@ -22,7 +22,7 @@ from ckpt.formats.detection import DESCRIPTIONS, kind_of
 from ckpt.formats.foreign_files import foreign_file
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import Root
-from ckpt.storage.names import SaveId
+from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.regular_files import DamagedFileError
@@ -162,8 +162,12 @@ def pending_saves(root: Root) -> list[UnpublishedSave]:
 
 def abandoned_saves(root: Root) -> list[UnpublishedSave]:
     """Return the saves that can never be published, lowest step first."""
-    places = {os.path.basename(place): place for place, is_record in root.removed() if is_record}
-    return [_abandoned(root, id_, places.get(id_.name)) for id_ in root.abandoned()]
+    found = ((parse_save_name(moved.name), moved) for moved in root.moved("abandoned"))
+    return [
+        _abandoned(root, id_, moved.source if moved.has_files else None, moved.since_s)
+        for id_, moved in found
+        if id_ is not None
+    ]
 
 
 def _pending(root: Root, id_: SaveId) -> UnpublishedSave | None:
@@ -198,12 +202,12 @@ def _pending(root: Root, id_: SaveId) -> UnpublishedSave | None:
     return UnpublishedSave(id_, pending.path, "pending", age_s, total, world_size, in_use, complete, note)
 
 
-def _abandoned(root: Root, id_: SaveId, place: str | None) -> UnpublishedSave:
-    """`place` is where its files are; None if none are left."""
-    path = root.pending_save(id_).path if place is None else root.source_at(place).path
+def _abandoned(root: Root, id_: SaveId, source: StepSource | None, since_s: float) -> UnpublishedSave:
+    """`source`: its files; None if none are left."""
+    path = root.pending_save(id_).path if source is None else source.path
     try:
-        total, newest = (0, 0.0) if place is None else root.source_at(place).usage()
-        age_s = max(0.0, time.time() - max(newest, root.abandoned_s(id_)))
+        total, newest = (0, 0.0) if source is None else source.usage()
+        age_s = max(0.0, time.time() - max(newest, since_s))
         note = why_abandoned(root, id_)
     except CheckpointError as error:
         return UnpublishedSave(id_, path, "abandoned", 0.0, 0, None, False, False, str(error))

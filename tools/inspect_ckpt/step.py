@@ -24,7 +24,7 @@ from ckpt.storage.interface import Root
 from ckpt.storage.names import INDEX, parse_save_name, part_name
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.roots import is_object_url, open_root
-from ckpt.storage.step_reader import StepReader
+from ckpt.storage.step_reader import hold_directory
 from ckpt.storage.step_source import LocalStep, StepSource, step_source
 from ckpt.validation import read_document
 
@@ -127,7 +127,7 @@ def protected(path: str, root: str | None = None) -> Iterator[None]:
     CannotReadError if it was removed all the same: what was read may be of another step then.
     """
     try:
-        with StepReader(path, root, renewing=True) as reader:
+        with hold_directory(path, root, renewing=True) as reader:
             try:
                 yield
             except (CheckpointError, OSError):

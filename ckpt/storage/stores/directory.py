@@ -208,6 +208,27 @@ class DirectoryStore(Store):
             fd = inner
         return fd
 
+    def _open_unseen(self, names: Sequence[str]) -> int | None:
+        """Open a folder as `_open` does, for a client that remembers that it is not there, although another made it.
+
+        That ends when this client tries to make it, which it does if the folder that it is in lists it.
+        """
+        for depth, name in enumerate(names):
+            parent = self._open(names[:depth])
+            if parent is None:
+                return None
+            try:
+                _end_caching(parent)
+                if name not in os.listdir(parent):
+                    return None
+                os.mkdir(name, dir_fd=parent)
+            except OSError as error:
+                if error.errno not in (*_REFUSED, errno.EEXIST):
+                    raise
+            finally:
+                os.close(parent)
+        return self._open(names)
+
     def _folders(self, key: str) -> Iterator[tuple[int, str]]:
         """Yield the folder of a key, made anew each time, and the name there, until the caller has used it."""
         *names, last = key.split("/")
@@ -258,8 +279,8 @@ class DirectoryStore(Store):
 
     def _scan(self, prefix: str) -> tuple[list[str], list[About]]:
         """Return the names of the folders in a folder, also of those that are empty, and the objects there. Sorted."""
-        fd = self._open(_parts(prefix.removesuffix("/")))
-        if fd is None:
+        names = _parts(prefix.removesuffix("/"))
+        if (fd := self._open(names)) is None and (fd := self._open_unseen(names)) is None:
             return [], []
         try:
             _end_caching(fd)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage import pins, step_moves
+from ckpt.storage import step_moves
+from ckpt.storage.directory_root import DirectoryRoot
 from ckpt.storage.documents import decode_document
 from ckpt.storage.stores.directory import DirectoryStore
 from tests.ckpt.crash.steps_state import Kind
@@ -62,7 +63,7 @@ class Acts:
                     patch.setattr(DirectoryStore, name, self._request(getattr(DirectoryStore, name)))
             else:
                 patch.setattr(step_moves, "has_readers", self._look(READERS, step_moves.has_readers))
-                patch.setattr(pins, "pinned_steps", self._look(PINS, pins.pinned_steps))
+                patch.setattr(DirectoryRoot, "pinned_steps", self._look(PINS, DirectoryRoot.pinned_steps))
                 stack.enter_context(Syscalls().hooked(self._call))
             yield
 

@@ -20,7 +20,7 @@ import pytest
 import ckpt
 from ckpt.errors import CheckpointError, RemoteTraceback
 from ckpt.storage.interface import Root
-from ckpt.storage.recycled import recycle_step, recycled_path
+from ckpt.storage.recycled import recycled_path
 from ckpt.storage.root import CheckpointRoot, intent_of_step
 from ckpt.storage.roots import open_root
 from tests.ckpt.crash.killers import wait_until, with_writer
@@ -181,7 +181,7 @@ def _retire(root: CheckpointRoot, step: int) -> None:
     """As the last save would have, if it kept one step only."""
     plan = (intent_of_step(root.step_path(step)) or {}).get("plan")
     assert plan is not None
-    wait_until(lambda: recycle_step(root, step, plan), "the writers to let go of the step")
+    wait_until(lambda: root.retire_step(step, None, plan), "the writers to let go of the step")
     assert os.listdir(recycled_path(root)) == [plan]
 
 

@@ -24,7 +24,7 @@ import ckpt
 from ckpt import AsyncCallsQueue, Checkpointer, ExportOptions
 from ckpt.events import ExportDone
 from ckpt.keeper.trainer_side import Keeper
-from ckpt.storage.step_reader import StepReader
+from ckpt.storage.step_source import HeldStep
 from tests.support import LeakCheck, is_gone, run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -199,10 +199,10 @@ def test_storage_that_does_not_answer_at_the_end(
     how: str,
 ) -> None:
     """The processes end nevertheless. The thread that waits for the storage, and is given up, uses no keeper."""
-    release, waiting, answers = StepReader.close, threading.Event(), threading.Event()
+    release, waiting, answers = HeldStep.close, threading.Event(), threading.Event()
     pump, users = Keeper.pump, set[threading.Thread]()
 
-    def close(step: StepReader) -> None:
+    def close(step: HeldStep) -> None:
         waiting.set()
         answers.wait(60)
         release(step)
@@ -217,7 +217,7 @@ def test_storage_that_does_not_answer_at_the_end(
     worker = exporter()
     keeper = worker.parent()
     assert keeper is not None
-    monkeypatch.setattr(StepReader, "close", close)
+    monkeypatch.setattr(HeldStep, "close", close)
     monkeypatch.setattr(Keeper, "pump", noted)
     begin = time.monotonic()
     if how == "close":

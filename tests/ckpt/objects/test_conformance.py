@@ -287,13 +287,15 @@ def test_when_saves_began_and_were_abandoned(root: Root, token: int) -> None:
     assert pending.source.usage()[0] > 0
     joined = _save(root, token, 8, 1, begin=False, parts=1)
     assert abs(joined.begun_s() - now) < 100
-    with pytest.raises(StorageError):
-        root.abandoned_s(pending.save)
+    assert root.moved("abandoned") == []
     pending.abandon(_REASON)
-    assert abs(root.abandoned_s(pending.save) - now) < 100
-    ((place, is_record),) = [each for each in root.removed() if pending.save.name in each[0]]
-    assert is_record
-    assert "parts/000/rank_00000.json" in root.source_at(place).scan()[0]
+    (abandoned,) = root.moved("abandoned")
+    assert (abandoned.name, abandoned.why, abandoned.has_files) == (pending.save.name, "abandoned", True)
+    assert abs(abandoned.since_s - now) < 100
+    assert "parts/000/rank_00000.json" in abandoned.source.scan()[0]
+    root.delete(abandoned, lambda: None)
+    assert root.abandoned() == [pending.save], "its record stays"
+    assert "parts/000/rank_00000.json" not in abandoned.source.scan()[0]
 
 
 def test_temporary_claims_do_not_fence_the_owner(root: Root) -> None:
@@ -379,9 +381,8 @@ def test_removal_waits_for_readers_and_pins(root: Root, token: int) -> None:
     assert root.retire_step(1, token)
     assert root.steps() == [3]
     assert root.save_of(3) == names[3]
-    for place, is_record in root.removed():
-        root.delete_share(place, 0, lambda: None)
-        root.delete_contents(place, lambda: None, is_record=is_record)
+    for removed in root.removed():
+        root.delete(removed, lambda: None)
     assert root.removed() == []
     assert root.save_of(1) is None
     root.clean()
@@ -490,7 +491,7 @@ def test_a_token_is_above_those_of_saves_whose_claims_are_lost(stored: Root, mon
     token = stored.ownership.claim(0)
     _published(stored, token, 1)
     pending = _save(stored, token, 2)
-    store = stored._store  # type: ignore[attr-defined]
+    store = stored.store
     store.delete([each.key for each in store.below("owner/")])
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     later = stored.ownership.claim(0)
@@ -506,7 +507,7 @@ def test_a_step_that_was_published_after_everything_of_it_was_gone(
     """Its process was stopped before it created the record, for an hour, and ended right after it."""
     token = stored.ownership.claim(0)
     pending = _save(stored, token, 1)
-    store = stored._store  # type: ignore[attr-defined]
+    store = stored.store
     store.delete([each.key for each in store.below("saves/")])
     with monkeypatch.context() as ended:
         ended.setattr(Records, "keeps", lambda self, save: True)
@@ -521,7 +522,7 @@ def test_a_late_change_of_a_step_that_is_forgotten_brings_nothing_back(stored: R
     """An earlier owner, stopped for more than an hour, goes on with removing a step that the later one has removed."""
     token = stored.ownership.claim(0)
     name = _published(stored, token, 1)
-    records = Records(stored._store)  # type: ignore[attr-defined]
+    records = Records(stored.store)
     (known,) = records.all()
     later = stored.ownership.claim(token)
     assert stored.remove_step(1, later)
@@ -538,7 +539,7 @@ def test_a_late_change_of_a_step_that_is_forgotten_brings_nothing_back(stored: R
 def test_of_two_that_change_a_step_one_succeeds(stored: Root) -> None:
     token = stored.ownership.claim(0)
     _published(stored, token, 1)
-    records, other = (Records(stored._store) for _ in range(2))  # type: ignore[attr-defined]
+    records, other = (Records(stored.store) for _ in range(2))
     ((mine,), (theirs,)) = records.all(), other.all()
     superseded = records.change(mine, "superseded")
     assert superseded is not None
@@ -560,11 +561,11 @@ def test_records_of_what_is_gone_are_deleted_after_an_hour(stored: Root, monkeyp
     root.clean()
     assert [save.step for save in root.abandoned()] == [4]
     assert len(root._records.all()) == 3  # type: ignore[attr-defined]
-    real = root._store.now()  # type: ignore[attr-defined]
-    monkeypatch.setattr(type(root._store), "now", lambda store: real + 3700)  # type: ignore[attr-defined]
+    real = root.store.now()
+    monkeypatch.setattr(type(root.store), "now", lambda store: real + 3700)
     root.clean_records()
     assert [each.save.step for each in root._records.all()] == [2]  # type: ignore[attr-defined]
-    assert {each.key.split("-")[0] for each in root._store.below("records/")} == {"records/step_00000002"}  # type: ignore[attr-defined]
+    assert {each.key.split("-")[0] for each in root.store.below("records/")} == {"records/step_00000002"}
     assert root.steps() == [2]
     assert root.pending() == [kept.save]
 

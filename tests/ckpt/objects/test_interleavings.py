@@ -187,8 +187,8 @@ def _play(seed: int) -> None:
         if outcome == Published():
             roots[0].ownership.check(token)
             roots[0].retire_step(1, token)
-            for place, is_record in roots[0].removed():
-                roots[0].delete_contents(place, lambda: None, is_record=is_record)
+            for removed in roots[0].removed():
+                roots[0].delete(removed, lambda: None)
         roots[0].clean_records()
         return outcome
 

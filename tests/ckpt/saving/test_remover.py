@@ -69,7 +69,7 @@ def test_each_rank_deletes_its_own_files_and_the_coordinator_what_is_left(
     root, token = _two_steps(tmp_path)
     retain(root, Retention(Latest(1)), token, 2, "plan", {})
     assert root.steps() == [2]
-    ((removed, _),) = root.removed()
+    removed = root.removed()[0].source.path
     assert _files(removed) == _of(0) | _of(1) | {"intent.json"}
     _run(Remover(root, 1, _RANKS))
     assert _files(removed) == _of(0) | {"intent.json"}
@@ -113,7 +113,7 @@ def test_a_node_deletes_at_the_end_what_was_removed_after_its_last_round(tmp_pat
 def test_nothing_is_deleted_while_the_process_writes_a_save(tmp_path: Path) -> None:
     root, token = _two_steps(tmp_path)
     retain(root, Retention(Latest(1)), token, 2, "plan", {})
-    ((removed, _),) = root.removed()
+    removed = root.removed()[0].source.path
     remover = Remover(root, 1, _RANKS)
     with remover.held():
         remover.start()
@@ -198,7 +198,7 @@ def test_the_next_run_deletes_what_a_killed_one_has_left(tmp_path: Path) -> None
     with ckpt.Checkpointer(root.path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(_state(step), step)
-    assert root.move_step(1, root.abandoned_path) is not None  # and then it was killed
+    assert root.retire_step(1, None) is not None  # and then it was killed
     with ckpt.Checkpointer(root.path) as checkpointer:
         assert checkpointer.restore(_state(0)) == 2
         assert len(root.removed()) == 1, "the restore has waited for a removal"
@@ -269,7 +269,7 @@ def test_files_that_cannot_be_deleted_do_not_keep_the_others(tmp_path: Path, how
         if len(immutable) < len(files):
             pytest.skip("files cannot be made immutable here")
         retain(root, Retention(Latest(1)), token, 4, "plan", {})
-        immutable = [Path(path, pack_file(0, 0)) for path, _ in root.removed() if "step_00000003" not in path]
+        immutable = [Path(each.source.path, pack_file(0, 0)) for each in root.removed() if each.step != 3]
         if how == "clean":
             root.clean()
         else:
@@ -277,7 +277,7 @@ def test_files_that_cannot_be_deleted_do_not_keep_the_others(tmp_path: Path, how
                 remover = Remover(root, rank, _RANKS)
                 remover.start()
                 remover.close()
-        left = {name for path, _ in root.removed() for name in _files(path)}
+        left = {name for each in root.removed() for name in _files(each.source.path)}
         assert left == {pack_file(0, 0)}
         assert len(root.removed()) == 2
     finally:

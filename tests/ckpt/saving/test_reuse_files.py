@@ -12,7 +12,7 @@ import torch
 import ckpt
 from ckpt.storage import directories, files
 from ckpt.storage.directories import lock_shared
-from ckpt.storage.recycled import recycle_step, recycled_path
+from ckpt.storage.recycled import recycled_path
 from ckpt.storage.root import CheckpointRoot, intent_of_step
 from ckpt.validation import validate
 from tests.support import LeakCheck, run_ranks
@@ -242,7 +242,7 @@ def _die_in(root: str, plan: str, calls: int) -> None:
 
     for module, name in _CALLS:
         setattr(module, name, counting(getattr(module, name)))
-    recycle_step(CheckpointRoot(root), 1, plan)
+    CheckpointRoot(root).retire_step(1, None, plan)
 
 
 def test_killed_while_it_retires_a_step(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.ckpt.storage.small_saves import opened, save, state_of
 from tests.ckpt.storage.syscalls import Call, Syscalls
 from tools.inspect_ckpt.__main__ import main as inspect_ckpt
 
-_OWN = (".owner", ".pending", ".abandoned", ".retired", ".readers", "pins", ".superseded", ".damaged")
+_OWN = (".owner", ".pending", ".abandoned", ".retired", ".readers", "pins", ".superseded", ".damaged", ".incomplete")
 
 # `*` stands for the one or two names that there are; with "/new" the place does not exist before.
 _CHILDREN = (
@@ -76,7 +76,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = CheckpointRoot(str(root))
     own.move_aside(4, own.ownership.newest(), "superseded")
     own.move_aside(5, own.ownership.newest(), "damaged")
-    own.move_step(1, own.abandoned_path, own.ownership.newest())
+    own.retire_step(1, own.ownership.newest())
     with opened(root) as checkpointer:
         save(checkpointer, 6)
         try:
@@ -97,6 +97,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (readers / "0000-1-1-ended").touch()
     own.pin_step(6)
     own.unpin_step(6)
+    (root / "pins").mkdir(exist_ok=True)
     return root
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ckpt import AsyncCallsQueue, Checkpointer
-from ckpt.storage.pins import pinned_steps
 from ckpt.storage.root import CheckpointRoot
 from tests.tools.inspect_ckpt.commands import REPOSITORY, Commands
 
@@ -53,13 +52,13 @@ def on_a_terminal(
 
 def test_pin_and_unpin(run: Commands, root: Path) -> None:
     assert run("pin", root, "3", "4", "3") == "step 3: pinned\nstep 4: pinned\n"
-    assert pinned_steps(str(root)) == {3, 4}
+    assert CheckpointRoot(str(root)).pinned_steps() == {3, 4}
     assert run.json("pin", root, "3")["pinned"] == [3]
     assert "no published step 9" in run.refused("pin", root, "4", "9")
     assert "give --yes" in run.refused("unpin", root, "3")
     assert run.json("unpin", root, "3", "--yes")["unpinned"] == [3]
     assert "pinned steps: 4" in run.refused("unpin", root, "3", "--yes")
-    assert pinned_steps(str(root)) == {4}
+    assert CheckpointRoot(str(root)).pinned_steps() == {4}
 
 
 def test_a_pinned_step_is_not_removed_by_the_job(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
