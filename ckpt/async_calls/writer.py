@@ -47,6 +47,8 @@ class CallOutcome:
 
     index: int
     error: WriterError | None
+    problem: str = ""
+    """The end of the message of the error, for a message with another subject."""
 
 
 class Writer:
@@ -55,9 +57,11 @@ class Writer:
     Used by one thread of the trainer; forked children must not use it.
     """
 
-    def __init__(self, config: WriterConfig, keeper: Keeper) -> None:
+    def __init__(self, config: WriterConfig, keeper: Keeper, program: str = "writer") -> None:
+        """`program` is the name of its processes."""
         self._config = config
         self._keeper = keeper
+        self._program = program
         self._process: _Process | None = None
         self._calls: dict[int, Call] = {}  # in the order submitted
         self._results: list[CallOutcome | Event] = []  # for the next `poll`
@@ -73,7 +77,7 @@ class Writer:
     def start(self) -> None:
         """Start the process in the background, if there is none. Raises OSError when that fails."""
         if self._process is None:
-            self._process = _Process(self._keeper, self._config)
+            self._process = _Process(self._keeper, self._program, self._config)
             self._alive_at, self._last_progress = time.monotonic(), 0
 
     def submit(self, call: Call) -> None:
@@ -139,6 +143,16 @@ class Writer:
     def discard(self) -> None:
         """Kill the process, without reading what it sent, nor waiting for its end."""
         self.kill()
+        self.release()
+
+    def abort(self, known: Deadline) -> None:
+        """Kill the process as soon as its pid is known, and wait for its end for a moment. Idempotent.
+
+        One that is not forked until the deadline begins no call.
+        """
+        if (process := self._process) is not None:
+            process.page.abort()
+            process.abort(known)
         self.release()
 
     def close(self, ending: Deadline) -> None:
@@ -264,33 +278,35 @@ class Writer:
         process.release()
         for call in list(self._calls.values()):
             if process.page.has_begun(call.index) or call.attempts >= _MAX_ATTEMPTS:
-                self._settle(call.index, f"failed: {name} {how}. The next call gets a new one")
+                self._settle(call.index, f"failed: {name} {how}", then=". The next call gets a new one")
             else:
                 self._send(call)
 
-    def _settle(self, index: int, problem: str, trace: str = "", taken_s: float | None = None) -> None:
+    def _settle(
+        self, index: int, problem: str, trace: str = "", taken_s: float | None = None, *, then: str = ""
+    ) -> None:
         call = self._calls.pop(index)
         call.leave_writer(taken_s)
         error = None
         if problem:
             rank = own_rank()
             where = "" if rank is None else f" on rank {rank}"
-            error = WriterError(f"background call {index} ({call.label}){where} {problem}", rank=rank)
+            error = WriterError(f"background call {index} ({call.label}){where} {problem}{then}", rank=rank)
             error.__cause__ = RemoteTraceback(trace) if trace else None
-        self._results.append(CallOutcome(index, error))
+        self._results.append(CallOutcome(index, error, problem))
 
 
 class _Process(Worker[Message]):
     """One writer process, from the request to fork it until it is dead."""
 
-    def __init__(self, keeper: Keeper, config: WriterConfig) -> None:
+    def __init__(self, keeper: Keeper, program: str, config: WriterConfig) -> None:
         """Ask for a process; it takes messages before it exists. OSError."""
         self.ready = False
         self._attached: dict[str, weakref.ref[SharedMemory]] = {}
         self._control_region = SharedMemory.create("ckpt-control", ControlPage.SIZE)
         try:
             super().__init__(
-                keeper, "writer", CODEC, nice=config.nice, io_class=config.io_class, io_level=config.io_level
+                keeper, program, CODEC, nice=config.nice, io_class=config.io_class, io_level=config.io_level
             )
             region = self._control_region
             self.page = ControlPage(region)

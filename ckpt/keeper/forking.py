@@ -47,7 +47,7 @@ PROGRAMS = MappingProxyType(
         "writer": "ckpt.async_calls.writer_main",
         "replicas": "ckpt.replication.worker",
         "mirror": "ckpt.mirroring.worker",
-        "export": "ckpt.exporting.worker",
+        "export": "ckpt.async_calls.writer_main",
     }
 )
 """The module of each program, whose `run(socket)` a worker calls; that with memory, `run(socket, memory)`."""
