@@ -1,10 +1,11 @@
 """The messages between trainer and writer.
 
-    trainer --- Attach + memfd, Detach, Run + memfd ----▶ writer
-    trainer ◀-- Ready, Event, Finished ------------------ writer
+    trainer --- KeepRegion + memfd, DropRegion, Run + memfd ----▶ writer
+    trainer ◀-- Ready, Event, Finished -------------------------- writer
 
 Each is one packet (see `inprocess.ipc.packets`) with at most one file descriptor. Nothing here is pickled: the pickled
-call lies in the memfd that is sent with `Run`, so a packet stays small whatever the arguments are.
+call lies in the memfd that is sent with `Run`, so a packet stays small whatever the arguments are. Calls refer to the
+regions of shared memory that were sent before.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from ckpt.keeper.messages import DropRegion, KeepRegion
 from inprocess.ipc.packets import Channel, Codec
 
 __all__ = [
     "CODEC",
-    "Attach",
-    "Detach",
     "Event",
     "Finished",
     "Message",
@@ -25,22 +25,6 @@ __all__ = [
     "Ready",
     "Run",
 ]
-
-
-@dataclass(frozen=True)
-class Attach:
-    """Later calls may refer to this region of shared memory; its memfd is sent with it."""
-
-    region_id: str
-    name: str
-    size: int
-
-
-@dataclass(frozen=True)
-class Detach:
-    """No later call refers to this region: unmap it."""
-
-    region_id: str
 
 
 @dataclass(frozen=True)
@@ -79,6 +63,6 @@ class Finished:
     traceback: str = ""
 
 
-Message = Attach | Detach | Run | Ready | Event | Finished
+Message = KeepRegion | DropRegion | Run | Ready | Event | Finished
 MessageChannel = Channel[Message]
 CODEC: Codec[Message] = Codec(*get_args(Message))

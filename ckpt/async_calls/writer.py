@@ -20,13 +20,15 @@ import select
 import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt.async_calls.call import Call
 from ckpt.async_calls.config import WriterConfig
-from ckpt.async_calls.messages import CODEC, Attach, Detach, Event, Finished, Message, Ready, Run
+from ckpt.async_calls.messages import CODEC, Event, Finished, Message, Ready, Run
 from ckpt.async_calls.writer_main import CONTROL_PAGE, ControlPage
 from ckpt.errors import RemoteTraceback, WriterError
+from ckpt.keeper.messages import DropRegion
+from ckpt.keeper.regions import keep_message
 from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.ranks.distributed import own_rank
 from inprocess.ipc.deadline import Deadline
@@ -308,9 +310,8 @@ class _Process(Worker[Message]):
             super().__init__(
                 keeper, program, CODEC, nice=config.nice, io_class=config.io_class, io_level=config.io_level
             )
-            region = self._control_region
-            self.page = ControlPage(region)
-            self.channel.send(Attach(CONTROL_PAGE, region.name, region.size), region.fd)
+            self.page = ControlPage(self._control_region)
+            self.channel.send(replace(keep_message(self._control_region), key=CONTROL_PAGE), self._control_region.fd)
         except BaseException:
             self._control_region.close()
             raise
@@ -319,7 +320,7 @@ class _Process(Worker[Message]):
         """Send the call, and before it the regions that this process has not got yet."""
         for region_id, region in call.regions.items():
             if region_id not in self._attached:
-                self.channel.send(Attach(region_id, region.name, region.size), region.fd)
+                self.channel.send(keep_message(region), region.fd)
                 self._attached[region_id] = weakref.ref(region)
         self.channel.send(Run(call.index), call.fd)
 
@@ -329,7 +330,7 @@ class _Process(Worker[Message]):
             region = reference()
             if region is None or region.closed:
                 del self._attached[region_id]
-                self.channel.send(Detach(region_id))
+                self.channel.send(DropRegion(region_id))
 
     def refresh(self) -> None:
         super().refresh()

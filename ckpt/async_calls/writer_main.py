@@ -1,6 +1,6 @@
 """What a writer process runs: one call after the other.
 
-    socket ──▶ receive ──▶ Attach / Detach: table of mapped regions
+    socket ──▶ receive ──▶ KeepRegion / DropRegion: regions that calls refer to
                   │
                   └──────▶ Run: begun ──▶ load ──▶ function(*args) ──▶ Finished
                                                      │
@@ -28,8 +28,6 @@ from ckpt.async_calls.call import load_work
 from ckpt.async_calls.context import WriterContext
 from ckpt.async_calls.messages import (
     CODEC,
-    Attach,
-    Detach,
     Event,
     Finished,
     Message,
@@ -37,6 +35,7 @@ from ckpt.async_calls.messages import (
     Ready,
     Run,
 )
+from ckpt.keeper.regions import Regions
 from ckpt.ranks.failure import clip
 from inprocess.ipc.packets import Packet
 from inprocess.ipc.shared_memory import SharedMemory
@@ -101,8 +100,7 @@ class _WriterLoop:
 
     def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
-        self._regions: dict[str, SharedMemory] = {}
-        self._page: ControlPage | None = None
+        self._regions = Regions()
         self._kept: dict[Hashable, Any] = {}
 
     def run(self) -> None:
@@ -110,15 +108,15 @@ class _WriterLoop:
         self._channel.send(Ready(os.getpid()))
         while (packet := self._next()) is not None:
             match packet.message, packet.fds:
-                case Attach() as message, (fd,):
-                    self._attach(message, fd)
-                case Detach(region_id), ():
-                    self._regions.pop(region_id).close()
-                case Run(index), (fd,) if self._page is not None:
-                    if self._page.aborted:
+                case Run(index), (fd,):
+                    page = ControlPage(self._regions[CONTROL_PAGE])
+                    if page.aborted:
                         return
-                    self._channel.send(self._call(index, fd, self._page))
+                    self._channel.send(self._call(index, fd, page))
                     os.close(fd)
+                case _:
+                    if not self._regions.take_in(packet):
+                        packet.close_fds()
         self._close_kept()
 
     def _close_kept(self) -> None:
@@ -139,12 +137,6 @@ class _WriterLoop:
                 return None
             poll.register(self._channel, self._channel.poll_events)
             poll.poll()  # no deadline: the trainer's death ends it
-
-    def _attach(self, message: Attach, fd: int) -> None:
-        region = SharedMemory(fd, message.size, message.name, message.region_id)
-        self._regions[message.region_id] = region
-        if message.region_id == CONTROL_PAGE:
-            self._page = ControlPage(region)
 
     def _call(self, index: int, fd: int, page: ControlPage) -> Finished:
         began_ns = time.monotonic_ns()

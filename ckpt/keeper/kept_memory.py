@@ -25,19 +25,17 @@ import time
 from ckpt.keeper.messages import (
     PUBLIC,
     Control,
-    Drop,
     End,
     Greeting,
-    Keep,
     Kept,
     Linger,
     Record,
-    Region,
     Release,
     Settled,
     Take,
     greeting,
 )
+from ckpt.keeper.regions import Regions, keep_message
 from ckpt.keeper.takeover import Address, Job
 from inprocess.ipc.packets import Packet, PacketError, receive, send
 from inprocess.ipc.proofs import NONCE_BYTES
@@ -59,7 +57,7 @@ class KeptMemory:
         self._about: Linger | None = None
         self._rank = -1
         self._record: Record | None = None
-        self._regions: dict[str, tuple[int, int]] = {}  # descriptor and size
+        self._regions = Regions()
         self._listener: socket.socket | None = None
         self._deadline: float | None = None  # None as long as the trainer needs the memory
         self._status = -1
@@ -96,10 +94,6 @@ class KeptMemory:
         match packet.message, packet.fds:
             case Linger() as about, (fd,):
                 self._listen(about, socket.socket(fileno=fd))
-            case Keep(key, size), (fd,) if self.is_kept and key not in self._regions:
-                self._regions[key] = fd, size
-            case Drop(key), () if key in self._regions:
-                os.close(self._regions.pop(key)[0])
             case Settled() as settled, () if self.is_kept:
                 self._rank, self._record, taken = settled.rank, settled.record, settled.taken
             case End(lingers), ():
@@ -108,7 +102,8 @@ class KeptMemory:
                 else:
                     self.close()
             case _:
-                packet.close_fds()
+                if not (self.is_kept and self._regions.take_in(packet)):
+                    packet.close_fds()
         self._describe()
         return taken
 
@@ -154,11 +149,10 @@ class KeptMemory:
         """Close everything; in a fork, whose parent goes on to keep the memory. Idempotent."""
         if self._listener is not None:
             self._listener.close()
-        for fd, _ in self._regions.values():
-            os.close(fd)
+        self._regions.close()
         if self._status >= 0:
             os.close(self._status)
-        self._listener, self._regions, self._deadline, self._status = None, {}, None, -1
+        self._listener, self._deadline, self._status = None, None, -1
 
     def _describe(self) -> None:
         """Write what is known to the status: times are those of CLOCK_MONOTONIC."""
@@ -196,8 +190,8 @@ class KeptMemory:
 
     def send_all(self, connection: socket.socket) -> None:
         """Send the memory, and its record, to a taker. OSError."""
-        for fd, size in self._regions.values():
-            send(connection, PUBLIC, Region(size), (fd,))
+        for region in self._regions.values():
+            send(connection, PUBLIC, keep_message(region), (region.fd,))
         send(connection, PUBLIC, Kept(self._record))
 
     @property

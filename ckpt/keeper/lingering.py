@@ -10,7 +10,8 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 
-from ckpt.keeper.messages import Drop, End, Keep, Linger, Record, Settled
+from ckpt.keeper.messages import DropRegion, End, Linger, Record, Settled
+from ckpt.keeper.regions import keep_message
 from ckpt.keeper.takeover import Address, Job, Taken, take
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.shared_memory import SharedMemory
@@ -98,9 +99,9 @@ class LingeringMemory:
         """Tell the regions to keep. An interrupt may have told some of them: the keeper ignores those."""
         wanted = {region.region_id: region for region in regions if not region.closed}
         for key in self._kept - wanted.keys():
-            self._keeper.tell(Drop(key))
+            self._keeper.tell(DropRegion(key))
         for key in wanted.keys() - self._kept:
-            self._keeper.tell(Keep(key, wanted[key].size), wanted[key].fd)
+            self._keeper.tell(keep_message(wanted[key]), wanted[key].fd)
         self._kept = set(wanted)
 
     def _begin(self) -> bool:

@@ -2,13 +2,15 @@
 
 trainer --- Fork + socket ------------------------------------------------▶ keeper        workers
 trainer ◀-- ForkedWorker + pidfd, Exited ---------------------------------- keeper
-trainer --- Linger + listener, then Keep + memfd, Drop, Settled, End -----▶ keeper        memory
+trainer --- Linger + listener, then KeepRegion, DropRegion, Settled, End -▶ keeper        memory
+worker  --- KeepRegion, DropRegion ---------------------------------------▶ keeper        see `worker_memory`
+trainer --- KeepRegion, DropRegion ---------------------------------------▶ writer        see `ckpt.async_calls`
 
 taker   ◀-- Greeting ---------------------- keeper        both prove that they know the secret of the keeper
         --- Greeting ---------------------▶
         ◀-- Greeting ----------------------
         --- Take -------------------------▶
-        ◀-- Region + memfd for each, Kept --
+        ◀-- KeepRegion for each, Kept -----
         --- Release ----------------------▶               the memory is given up
         ◀-- Kept --------------------------
 
@@ -27,16 +29,15 @@ __all__ = [
     "PUBLIC",
     "Control",
     "ControlChannel",
-    "Drop",
+    "DropRegion",
     "End",
     "Exited",
     "Greeting",
-    "Keep",
+    "KeepRegion",
     "Kept",
     "Linger",
     "Public",
     "Record",
-    "Region",
     "Release",
     "Settled",
     "Fork",
@@ -117,15 +118,16 @@ class Linger:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """Keep the memory that is sent with this."""
+class KeepRegion:
+    """Keep the memory whose descriptor is sent with this, until `DropRegion`. `name` is that of `SharedMemory`."""
 
     key: str
     size: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropRegion:
     """Keep it no longer."""
 
     key: str
@@ -135,7 +137,7 @@ class Drop:
 class Settled:
     """A restore is over: the record of the memory from now on. Have the keepers in `taken` give up theirs.
 
-    What is needed of it was sent in a `Keep` before.
+    What is needed of it was sent in a `KeepRegion` before.
     """
 
     rank: int
@@ -150,9 +152,9 @@ class End:
     lingers: bool
 
 
-Control = Fork | ForkedWorker | Exited | Linger | Keep | Drop | Settled | End
+Control = Fork | ForkedWorker | Exited | Linger | KeepRegion | DropRegion | Settled | End
 ControlChannel = Channel[Control]
-CONTROL: Codec[Control] = Codec(Fork, ForkedWorker, Exited, Linger, Keep, Drop, Settled, End)
+CONTROL: Codec[Control] = Codec(Fork, ForkedWorker, Exited, Linger, KeepRegion, DropRegion, Settled, End)
 
 
 # -- at the socket -----------------------------------------------------------------------------------------------------
@@ -172,13 +174,6 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """One region, whose memory is sent with this."""
-
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class Release:
     """Give up the memory: a newer keeper has what is needed of it."""
 
@@ -190,8 +185,8 @@ class Kept:
     record: Record | None
 
 
-Public = Greeting | Take | Region | Release | Kept
-PUBLIC: Codec[Public] = Codec(Greeting, Take, Region, Release, Kept)
+Public = Greeting | Take | KeepRegion | Release | Kept
+PUBLIC: Codec[Public] = Codec(Greeting, Take, KeepRegion, Release, Kept)
 
 
 def greeting(secret: str, who: bytes, job: str, first: str, second: str) -> str:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ckpt.keeper.messages import PUBLIC, Greeting, Kept, Public, Record, Region, Release, Take, greeting
+from ckpt.keeper.messages import PUBLIC, Greeting, KeepRegion, Kept, Public, Record, Release, Take, greeting
 from inprocess.ipc.packets import Packet, PacketError, receive, send
 from inprocess.ipc.proofs import NONCE_BYTES, job_secret
 from inprocess.ipc.shared_memory import SharedMemory
@@ -187,7 +187,7 @@ def _take(address: Address, job: Job, timeout_s: float) -> Taken | None:
             while len(regions) <= _MAX_REGIONS:
                 packet = _receive(connection)
                 match packet.message, packet.fds:
-                    case Region(size), (fd,):
+                    case KeepRegion(_, size), (fd,):
                         regions.append(_region(fd, size))
                     case Kept(None), ():
                         return None  # its trainer is alive
