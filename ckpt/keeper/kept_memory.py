@@ -1,14 +1,14 @@
 """The memory that a keeper keeps for its trainer, and gives to the next processes of the job.
 
-    told by the trainer ──▶ ┌───────────────┐ trainer died, or sent End(lingers) ┌───────────────────────┐
-                            │    IN USE     │ ─────────────────────────────────▶ │  LINGERING            │ Take: sent
-    processes that take over ──▶ refused    │                                    │  until the deadline   │ Release: gone
-                            └───────┬───────┘                                    └───────────┬───────────┘
-                                    ▼ End                                                    ▼ deadline, Release
-                                   gone                                                     gone
+    told by the trainer ──▶ ┌───────────────┐ trainer died, or closed the channel ┌───────────────────────┐
+                            │    IN USE     │ ──────────────────────────────────▶ │  LINGERING            │
+    processes that take over ──▶ refused    │                                     │  until the deadline ──▶ sent
+                            └───────┬───────┘                                     └───────────┬───────────┘
+                                    ▼ GiveUp                                                  ▼ deadline, GiveUp
+                                   gone                                                      gone
 
-It is descriptors, neither mapped nor read. It is gone, and its files are removed, when the trainer ends it, at the
-deadline, when it was released, and at once if there is nothing to keep when the trainer dies.
+It is descriptors, neither mapped nor read. It is gone, and its files are removed, when the trainer gives it up, at the
+deadline, when a taker gives it up, and at once if there is nothing to keep when the trainer dies.
 
 It is also described in a memfd for `inspect_ckpt memory`, see `STATUS`.
 """
@@ -25,14 +25,12 @@ import time
 from ckpt.keeper.messages import (
     PUBLIC,
     Control,
-    End,
+    GiveUp,
     Greeting,
     Kept,
     Linger,
     Record,
-    Release,
     Settled,
-    Take,
     greeting,
 )
 from ckpt.keeper.regions import Regions, keep_message
@@ -96,11 +94,8 @@ class KeptMemory:
                 self._listen(about, socket.socket(fileno=fd))
             case Settled() as settled, () if self.is_kept:
                 self._rank, self._record, taken = settled.rank, settled.record, settled.taken
-            case End(lingers), ():
-                if lingers:
-                    self.linger()
-                else:
-                    self.close()
+            case GiveUp(), ():
+                self.close()
             case _:
                 if not (self.is_kept and self._regions.take_in(packet)):
                     packet.close_fds()
@@ -131,13 +126,11 @@ class KeptMemory:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self.close()
 
-    def release(self, taker: socket.socket) -> None:
-        """Give up the memory, and tell the taker that asked for it. Never waits: its socket is empty."""
-        record = self._record
-        self.close()
-        with contextlib.suppress(OSError):
+    def tell(self, taker: socket.socket) -> None:
+        """Tell the taker that gave up the memory that this was done. Never waits: its socket has room for that."""
+        with taker, contextlib.suppress(OSError):
             taker.setblocking(False)
-            send(taker, PUBLIC, Kept(record))
+            send(taker, PUBLIC, Kept(self._record))
 
     def close(self) -> None:
         """Give up the memory, and remove the files. Idempotent."""
@@ -201,7 +194,7 @@ class KeptMemory:
 
 
 def answer(memory: KeptMemory, connection: socket.socket) -> bool:
-    """Do what a taker asks for; return whether that is to give up the memory, of which it is still to be told.
+    """Send the memory to a taker; return whether that then says to give it up, and is still to be told that it was.
 
     Runs in a fork of the keeper, with the memory as it was then.
     """
@@ -210,12 +203,11 @@ def answer(memory: KeptMemory, connection: socket.socket) -> bool:
         peer_pid(connection)  # PermissionError if it belongs to another user
         if not memory.greet(connection):
             return False
-        packet = receive(connection, PUBLIC)
-        packet.close_fds()
         if not memory.is_lingering:
             send(connection, PUBLIC, Kept(None))
-        elif isinstance(packet.message, Take):
-            memory.send_all(connection)
-        else:
-            return isinstance(packet.message, Release)
+            return False
+        memory.send_all(connection)
+        packet = receive(connection, PUBLIC)
+        packet.close_fds()
+        return isinstance(packet.message, GiveUp)
     return False

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 
-from ckpt.keeper.messages import DropRegion, End, Linger, Record, Settled
+from ckpt.keeper.messages import DropRegion, GiveUp, Linger, Record, Settled
 from ckpt.keeper.regions import keep_message
 from ckpt.keeper.takeover import Address, Job, Taken, take
 from ckpt.keeper.trainer_side import Keeper
@@ -64,21 +64,21 @@ class LingeringMemory:
 
     def close(self) -> None:
         """Give up the memory. The keeper does it at once, and is not waited for. Idempotent."""
-        self._end(lingers=False)
+        if self._end():
+            self._keeper.tell(GiveUp())  # also if an interrupt has left it unknown what that was told
 
     def leave(self) -> None:
-        """Leave the memory to the next processes. Idempotent; nothing else may follow."""
-        self._end(lingers=True)
+        """Leave the memory to the next processes, as soon as `Keeper.release` is called. Idempotent; the last call."""
+        self._end()
 
-    def _end(self, *, lingers: bool) -> None:
+    def _end(self) -> bool:
+        """Tell nothing any more; return whether this is the first call."""
         with self._lock:
             was_closed, self._closed = self._closed, True
-            if was_closed:
-                return
             self._keeper.pump()
-            self._keeper.tell(End(lingers))  # also if an interrupt has left it unknown what that was told
             if self._address is not None and self._keeper.generation != self._generation:  # that one has died
                 self._address.remove()
+            return not was_closed
 
     def _sync(self, regions: list[SharedMemory], *, settle: bool = False) -> None:
         """Tell the keeper what has changed; all, if it is a new one."""
@@ -92,7 +92,7 @@ class LingeringMemory:
             self._closed = True
             self._forget()
             with contextlib.suppress(OSError):
-                self._keeper.tell(End(lingers=False))
+                self._keeper.tell(GiveUp())
             _log.warning("the memory of this rank will not outlive it: its keeper cannot be started: %s", error)
 
     def _tell(self, regions: list[SharedMemory]) -> None:

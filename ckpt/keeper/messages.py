@@ -2,16 +2,16 @@
 
 trainer --- Fork + socket ------------------------------------------------▶ keeper        workers
 trainer ◀-- ForkedWorker + pidfd, Exited ---------------------------------- keeper
-trainer --- Linger + listener, then KeepRegion, DropRegion, Settled, End -▶ keeper        memory
+trainer --- Linger + listener, then KeepRegion, DropRegion, Settled ------▶ keeper        memory
+trainer --- GiveUp -------------------------------------------------------▶ keeper, or its replica process
 worker  --- KeepRegion, DropRegion ---------------------------------------▶ keeper        see `worker_memory`
 trainer --- KeepRegion, DropRegion ---------------------------------------▶ writer        see `ckpt.async_calls`
 
 taker   ◀-- Greeting ---------------------- keeper        both prove that they know the secret of the keeper
         --- Greeting ---------------------▶
         ◀-- Greeting ----------------------
-        --- Take -------------------------▶
-        ◀-- KeepRegion for each, Kept -----
-        --- Release ----------------------▶               the memory is given up
+        ◀-- KeepRegion for each, Kept -----               the memory is kept nevertheless
+        --- GiveUp -----------------------▶               if a newer keeper has what is needed of it
         ◀-- Kept --------------------------
 
 Free of torch. The memory itself is passed as a descriptor, and not read here.
@@ -30,23 +30,21 @@ __all__ = [
     "Control",
     "ControlChannel",
     "DropRegion",
-    "End",
     "Exited",
+    "GiveUp",
     "Greeting",
     "KeepRegion",
     "Kept",
     "Linger",
     "Public",
     "Record",
-    "Release",
     "Settled",
     "Fork",
     "ForkedWorker",
-    "Take",
     "greeting",
 ]
 
-_PROTOCOL = b"ckpt linger 2"
+_PROTOCOL = b"ckpt linger 3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +144,13 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The trainer needs the memory no longer; with `lingers` the next processes may."""
-
-    lingers: bool
+class GiveUp:
+    """All memory that the receiver keeps is not needed any more."""
 
 
-Control = Fork | ForkedWorker | Exited | Linger | KeepRegion | DropRegion | Settled | End
+Control = Fork | ForkedWorker | Exited | Linger | KeepRegion | DropRegion | Settled | GiveUp
 ControlChannel = Channel[Control]
-CONTROL: Codec[Control] = Codec(Fork, ForkedWorker, Exited, Linger, KeepRegion, DropRegion, Settled, End)
+CONTROL: Codec[Control] = Codec(Fork, ForkedWorker, Exited, Linger, KeepRegion, DropRegion, Settled, GiveUp)
 
 
 # -- at the socket -----------------------------------------------------------------------------------------------------
@@ -169,24 +165,14 @@ class Greeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
-    """Send all memory. It is kept nevertheless, until `Release`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Give up the memory: a newer keeper has what is needed of it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Kept:
-    """The end of an answer. Without a record the trainer of this memory is alive, and the request was refused."""
+    """The end of an answer. Without a record the trainer of this memory is alive, and none was sent."""
 
     record: Record | None
 
 
-Public = Greeting | Take | KeepRegion | Release | Kept
-PUBLIC: Codec[Public] = Codec(Greeting, Take, KeepRegion, Release, Kept)
+Public = Greeting | KeepRegion | Kept | GiveUp
+PUBLIC: Codec[Public] = Codec(Greeting, KeepRegion, Kept, GiveUp)
 
 
 def greeting(secret: str, who: bytes, job: str, first: str, second: str) -> str:

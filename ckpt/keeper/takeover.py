@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ckpt.keeper.messages import PUBLIC, Greeting, KeepRegion, Kept, Public, Record, Release, Take, greeting
+from ckpt.keeper.messages import PUBLIC, GiveUp, Greeting, KeepRegion, Kept, Public, Record, greeting
 from inprocess.ipc.packets import Packet, PacketError, receive, send
 from inprocess.ipc.proofs import NONCE_BYTES, job_secret
 from inprocess.ipc.shared_memory import SharedMemory
@@ -154,7 +154,9 @@ def take(job: Job) -> list[Taken]:
     deadline = time.monotonic() + _TIMEOUT_S
     for address in addresses:
         try:
-            if (taken := _take(address, job, max(_LEAST_S, deadline - time.monotonic()))) is not None:
+            with _greeted(address, job, max(_LEAST_S, deadline - time.monotonic())) as connection:
+                taken = _taken(connection, address)
+            if taken is not None:
                 found.append(taken)
         except ConnectionRefusedError:
             address.remove()  # its process is dead: it listens as long as there is a key
@@ -167,7 +169,11 @@ def take(job: Job) -> list[Taken]:
 def release(address: Address, job: Job) -> None:
     """Have a keeper give up its memory; return when it has. OSError, EOFError or PacketError if that fails."""
     with _greeted(address, job) as connection:
-        send(connection, PUBLIC, Release())
+        taken = _taken(connection, address)
+        if taken is None:
+            raise PacketError(f"the trainer of the memory kept at {address.socket} is alive")
+        taken.close()
+        send(connection, PUBLIC, GiveUp())
         _receive(connection)
 
 
@@ -179,24 +185,23 @@ def release_all(bases: Iterable[str], job: Job) -> int:
     return 0
 
 
-def _take(address: Address, job: Job, timeout_s: float) -> Taken | None:
+def _taken(connection: socket.socket, address: Address) -> Taken | None:
+    """Return the memory that a keeper sends after the greeting; None if its trainer is alive."""
     regions: list[SharedMemory] = []
     try:
-        with _greeted(address, job, timeout_s) as connection:
-            send(connection, PUBLIC, Take())
-            while len(regions) <= _MAX_REGIONS:
-                packet = _receive(connection)
-                match packet.message, packet.fds:
-                    case KeepRegion(_, size), (fd,):
-                        regions.append(_region(fd, size))
-                    case Kept(None), ():
-                        return None  # its trainer is alive
-                    case Kept(Record() as record), () if _is_valid(record):
-                        return Taken(address, record, tuple(regions))
-                    case _:
-                        packet.close_fds()
-                        raise PacketError(f"an unexpected {type(packet.message).__name__}")
-            raise PacketError(f"more than {_MAX_REGIONS} regions")
+        while len(regions) <= _MAX_REGIONS:
+            packet = _receive(connection)
+            match packet.message, packet.fds:
+                case KeepRegion(_, size), (fd,):
+                    regions.append(_region(fd, size))
+                case Kept(None), ():
+                    return None
+                case Kept(Record() as record), () if _is_valid(record):
+                    return Taken(address, record, tuple(regions))
+                case _:
+                    packet.close_fds()
+                    raise PacketError(f"an unexpected {type(packet.message).__name__}")
+        raise PacketError(f"more than {_MAX_REGIONS} regions")
     except BaseException:
         for region in regions:
             region.close()

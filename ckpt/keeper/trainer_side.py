@@ -152,7 +152,7 @@ class Keeper:
     def close(self, ending: Deadline) -> None:
         """Wait until all workers and the keeper have ended, until the deadline, then kill the keeper. Idempotent.
 
-        The memory that it was told to let linger must be ended before.
+        The memory that it keeps must be given up before.
         """
         if (process := self._process) is None or (control := self._control) is None:
             return
@@ -174,10 +174,14 @@ class Keeper:
             process.kill()
 
     def release(self) -> None:
-        """Close the connection without waiting: the keeper ends by itself after its workers. Idempotent."""
+        """Close the connection without waiting: the keeper ends by itself after its workers. Idempotent.
+
+        It keeps memory as after the death of this process, unless it was told to give that up.
+        """
         control, process, self._control, self._process = self._control, self._process, None, None
         started, self._started = self._started, {}  # first, so that nothing is closed twice after an interrupt
         if control is not None:
+            control.end_sending()  # a child of this process, forked by foreign code, may hold the connection
             control.close()
         for _, pidfd in started.values():
             os.close(pidfd)

@@ -1,7 +1,7 @@
 """What a trainer and its replica process tell each other, over a packet channel with descriptors.
 
-trainer --- Admit + pidfd, Send + memfd, Abort, Retain, Lend + memfd, ListHeld, Leave --▶ replica process
-trainer ◀-- Answer, Answer + memfd for each replica held, Ended ------------------------- replica process
+trainer --- Admit + pidfd, Send + memfd, Abort, Retain, Lend + memfd, ListHeld, GiveUp -▶ replica process
+trainer ◀-- Answer, Answer + memfd for each replica held, Ended -------------------------- replica process
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import get_args
 
+from ckpt.keeper.messages import GiveUp
 from ckpt.replication.replica import Address, Replica
 from inprocess.ipc.packets import Channel, Codec
 
@@ -20,7 +21,6 @@ __all__ = [
     "ControlChannel",
     "ControlMessage",
     "Ended",
-    "Leave",
     "Lend",
     "ListHeld",
     "Retain",
@@ -101,11 +101,6 @@ class ListHeld:
     request: int
 
 
-@dataclass(frozen=True)
-class Leave:
-    """End now: what is held is not needed any more."""
-
-
-ControlMessage = Answer | Admit | Send | Ended | Abort | Retain | Lend | ListHeld | Leave
+ControlMessage = Answer | Admit | Send | Ended | Abort | Retain | Lend | ListHeld | GiveUp
 ControlChannel = Channel[ControlMessage]
 CODEC: Codec[ControlMessage] = Codec(*get_args(ControlMessage))

@@ -12,6 +12,7 @@ import os
 import select
 from collections.abc import Sequence
 
+from ckpt.keeper.messages import GiveUp
 from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.replication.control import (
     CODEC,
@@ -20,7 +21,6 @@ from ckpt.replication.control import (
     Answer,
     ControlMessage,
     Ended,
-    Leave,
     Lend,
     ListHeld,
     Retain,
@@ -134,7 +134,7 @@ class ReplicaWorker:
         """End the process, and wait for its end until the deadline, at most for some seconds. Idempotent."""
         if self._channel.fileno() < 0:
             return
-        self._channel.send(Leave())
+        self._channel.send(GiveUp())
         self._worker.end((ending or Deadline(_EXIT_WAIT_S)).within(_EXIT_WAIT_S))
         self._gone = True
 

@@ -20,6 +20,7 @@ import time
 from collections import deque
 
 from ckpt.keeper.forking import let_go_of_terminal
+from ckpt.keeper.messages import GiveUp
 from ckpt.keeper.worker_memory import WorkerMemory
 from ckpt.replication.control import (
     CODEC,
@@ -29,7 +30,6 @@ from ckpt.replication.control import (
     ControlChannel,
     ControlMessage,
     Ended,
-    Leave,
     Lend,
     ListHeld,
     Retain,
@@ -83,13 +83,13 @@ class _ReplicaLoop:
             self._know_trainer(-1)
 
     def _serve_trainer(self) -> bool:
-        """Return when the trainer is gone: whether it ended without `Leave`."""
+        """Return when the trainer is gone: whether it ended without `GiveUp`."""
         while True:
             is_dead = self._is_trainer_dead()  # before the channel is read, so that no message is missed
             self._channel.flush()
             try:
                 while (packet := self._channel.receive()) is not None:
-                    if isinstance(packet.message, Leave):
+                    if isinstance(packet.message, GiveUp):
                         return False
                     self._handle(packet)
             except EOFError:

@@ -17,7 +17,7 @@ import pytest
 
 from ckpt.keeper import takeover
 from ckpt.keeper.lingering import LingeringMemory
-from ckpt.keeper.messages import PUBLIC, Greeting
+from ckpt.keeper.messages import PUBLIC, Greeting, greeting
 from ckpt.keeper.takeover import Address, Job, Taken, release, take
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.deadline import Deadline
@@ -118,6 +118,21 @@ def test_memory_is_taken_when_the_trainer_is_dead_and_kept_until_it_is_released(
     release(found.address, JOB)
     no_keepers_are_left(runtime)
     assert take(JOB) == []
+
+
+def test_a_taker_that_is_late_gets_nothing_that_was_given_up(trainer: Callable[..., Trainer]) -> None:
+    """One that is being answered when another one gives up the memory."""
+    trainer().kill()
+    (found,) = taken()
+    secret, ours = found.address.read_key(), "0" * 32
+    with connect(found.address.socket, 20.0) as late:
+        challenge = receive(late, PUBLIC).message
+        assert isinstance(challenge, Greeting)
+        release(found.address, JOB)
+        with contextlib.suppress(OSError):
+            send(late, PUBLIC, Greeting(ours, greeting(secret, b"taker", JOB.digest, challenge.nonce, ours)))
+        with pytest.raises((EOFError, ConnectionResetError)):
+            receive(late, PUBLIC)
 
 
 def test_a_clean_end_leaves_nothing(runtime: Path, trainer: Callable[..., Trainer]) -> None:
@@ -282,7 +297,7 @@ def test_a_key_that_is_not_what_it_should_be(runtime: Path, trainer: Callable[..
     assert contents() == [0]
 
 
-@pytest.mark.parametrize("said", [b"", b"x", b"[" * 100_000, b'["Take", {}]', b'["Release", {}]', b'["Greeting", {}]'])
+@pytest.mark.parametrize("said", [b"", b"x", b"[" * 100_000, b'["GiveUp", {}]', b'["Greeting", {}]'])
 def test_who_proves_nothing_gets_nothing(trainer: Callable[..., Trainer], said: bytes) -> None:
     trainer().kill()
     (found,) = taken()
