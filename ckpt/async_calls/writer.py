@@ -1,7 +1,7 @@
 """One writer process at a time, seen from the trainer.
 
     submit() ──▶ [ outbox ] ════ socket ════▶ writer (see `writer_main`)
-    poll()  ◀─── CallOutcome, Event ═════════ writer
+    poll()  ◀─── CallOutcome, Notice ═════════ writer
       ├── pidfd, end of socket: the writer died
       ├── its progress counter does not advance: the writer hangs, and is killed
       └── the call is over its time limit (`CallTimer`): the same
@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 
 from ckpt.async_calls.call import Call
 from ckpt.async_calls.config import WriterConfig
-from ckpt.async_calls.messages import CODEC, Event, Finished, Message, Ready, Run
+from ckpt.async_calls.messages import CODEC, Message, Ready, Run
 from ckpt.async_calls.writer_main import CONTROL_PAGE, ControlPage
 from ckpt.errors import RemoteTraceback, WriterError
-from ckpt.keeper.messages import DropRegion
+from ckpt.keeper.messages import DropRegion, Finished, Notice
 from ckpt.keeper.regions import keep_message
 from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.ranks.distributed import own_rank
@@ -66,7 +66,7 @@ class Writer:
         self._program = program
         self._process: _Process | None = None
         self._calls: dict[int, Call] = {}  # in the order submitted
-        self._results: list[CallOutcome | Event] = []  # for the next `poll`
+        self._results: list[CallOutcome | Notice] = []  # for the next `poll`
         self._alive_at = time.monotonic()  # when the writer was last seen to make progress, or had nothing to do
         self._last_progress = 0
         in_forked_children(self.release)
@@ -95,7 +95,7 @@ class Writer:
         """Whether there are calls without an outcome."""
         return bool(self._calls)
 
-    def poll(self) -> list[CallOutcome | Event]:
+    def poll(self) -> list[CallOutcome | Notice]:
         """Return what happened since the last call, without waiting.
 
         Notices a process that died or hangs, and replaces it if calls are left for it.
@@ -245,7 +245,7 @@ class Writer:
             process.ready = True
             self._alive_at = time.monotonic()
             self._begin_first(time.monotonic_ns())
-        elif isinstance(message, Event):
+        elif isinstance(message, Notice):
             self._results.append(message)
         elif isinstance(message, Finished) and message.index in self._calls:
             taken_s = None if message.error else (message.ended_ns - message.began_ns) / 1e9

@@ -4,7 +4,7 @@
                   │
                   └──────▶ Run: begun ──▶ load ──▶ function(*args) ──▶ Finished
                                                      │
-                          control page ◀─ progress() ┴ report() ──▶ Event
+                          control page ◀─ progress() ┴ report() ──▶ Notice
 
 One thread, one call at a time, in the order sent. The end of the socket means that the trainer is done with this
 writer, or dead: what is already in the socket is still run, then the process exits. An exception of a function is an
@@ -28,13 +28,12 @@ from ckpt.async_calls.call import load_work
 from ckpt.async_calls.context import WriterContext
 from ckpt.async_calls.messages import (
     CODEC,
-    Event,
-    Finished,
     Message,
     MessageChannel,
     Ready,
     Run,
 )
+from ckpt.keeper.messages import Finished, Notice
 from ckpt.keeper.regions import Regions
 from ckpt.ranks.failure import clip
 from inprocess.ipc.packets import Packet
@@ -144,7 +143,7 @@ class _WriterLoop:
         context = WriterContext(
             index,
             page.advance,
-            lambda event: self._channel.send(Event(index, event)),
+            lambda event: self._channel.send(Notice(index, event)),
             lambda: self._channel.peer_gone,
             self._kept,
             lambda: page.nudges,

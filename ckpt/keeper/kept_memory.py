@@ -34,7 +34,7 @@ from ckpt.keeper.messages import (
     greeting,
 )
 from ckpt.keeper.regions import Regions, keep_message
-from ckpt.keeper.takeover import Address, Job
+from ckpt.keeper.takeover import Job, KeeperAddress
 from inprocess.ipc.packets import Packet, PacketError, receive, send
 from inprocess.ipc.proofs import NONCE_BYTES
 from inprocess.ipc.unix_sockets import peer_pid
@@ -106,7 +106,7 @@ class KeptMemory:
         """Listen for takers; an interrupt of the trainer may have come between, and it tells another address then."""
         if self._about is not None and self._listener is not None:
             self._listener.close()
-            Address(self._about.base).remove()
+            KeeperAddress(self._about.base).remove()
         self._about, self._listener = about, listener
         if self._status < 0:
             self._status = os.memfd_create(STATUS, os.MFD_CLOEXEC)
@@ -135,7 +135,7 @@ class KeptMemory:
     def close(self) -> None:
         """Give up the memory, and remove the files. Idempotent."""
         if self._about is not None and self._listener is not None:
-            Address(self._about.base).remove()
+            KeeperAddress(self._about.base).remove()
         self.forget()
 
     def forget(self) -> None:

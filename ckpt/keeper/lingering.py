@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from ckpt.keeper.messages import DropRegion, GiveUp, Linger, Record, Settled
 from ckpt.keeper.regions import keep_message
-from ckpt.keeper.takeover import Address, Job, Taken, take
+from ckpt.keeper.takeover import Job, KeeperAddress, Taken, take
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.unix_sockets import listen
@@ -36,7 +36,7 @@ class LingeringMemory:
         self._linger_s = linger_s
         self._lock = threading.Lock()
         self._generation = 0  # of the keeper that was told
-        self._address: Address | None = None
+        self._address: KeeperAddress | None = None
         self._kept: set[str] = set()
         self._settled: Settled | None = None
         self._starts = 0

@@ -6,6 +6,7 @@ trainer --- Linger + listener, then KeepRegion, DropRegion, Settled ------▶ ke
 trainer --- GiveUp -------------------------------------------------------▶ keeper, or its replica process
 worker  --- KeepRegion, DropRegion ---------------------------------------▶ keeper        see `worker_memory`
 trainer --- KeepRegion, DropRegion ---------------------------------------▶ writer        see `ckpt.async_calls`
+trainer ◀-- Notice, Finished ---------------------------------------------- workers
 
 taker   ◀-- Greeting ---------------------- keeper        both prove that they know the secret of the keeper
         --- Greeting ---------------------▶
@@ -20,6 +21,7 @@ Free of torch. The memory itself is passed as a descriptor, and not read here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from inprocess.ipc.packets import Channel, Codec
 from inprocess.ipc.proofs import proof
@@ -31,11 +33,13 @@ __all__ = [
     "ControlChannel",
     "DropRegion",
     "Exited",
+    "Finished",
     "GiveUp",
     "Greeting",
     "KeepRegion",
     "Kept",
     "Linger",
+    "Notice",
     "Public",
     "Record",
     "Settled",
@@ -95,6 +99,28 @@ class Exited:
 
     worker_id: int
     how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A worker tells its trainer something about an order, by the number that the trainer gave to that."""
+
+    index: int
+    event: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An order is done. `error` is empty if it succeeded, else the last line of `traceback`, if there is one.
+
+    It took from `began_ns` to `ended_ns` of CLOCK_MONOTONIC, which all processes of a host share.
+    """
+
+    index: int
+    began_ns: int
+    ended_ns: int
+    error: str = ""
+    traceback: str = ""
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -26,13 +26,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Sent:
-    """A transfer has ended: the holder has the replica, or `error` says why not.
+    """A transfer has ended: the holder has the replica, or `error`, which is empty then, says why not.
 
     One that a newer one replaced before it had begun has ended, too.
     """
 
     replica: Replica
-    error: str | None
+    error: str
 
 
 class Sender:
@@ -90,8 +90,8 @@ class Sender:
             self._limiter = Limiter(self._bandwidth)  # an earlier one may be stopped
             return transfer
 
-    def _send(self, transfer: Transfer) -> str | None:
-        """Return why the holder does not have the replica; None if it has."""
+    def _send(self, transfer: Transfer) -> str:
+        """Return why the holder does not have the replica; an empty text if it has."""
         limiter = self._limiter  # only this thread replaces it
         try:
             self._transport.store(
@@ -99,4 +99,4 @@ class Sender:
             )
         except TransportError as error:
             return "given up by this rank" if limiter.is_stopped else str(error)
-        return None
+        return ""

@@ -18,7 +18,7 @@ import pytest
 from ckpt.keeper import takeover
 from ckpt.keeper.lingering import LingeringMemory
 from ckpt.keeper.messages import PUBLIC, Greeting, greeting
-from ckpt.keeper.takeover import Address, Job, Taken, release, take
+from ckpt.keeper.takeover import Job, KeeperAddress, Taken, release, take
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.packets import receive, send
@@ -350,7 +350,7 @@ def test_files_without_a_keeper(runtime: Path) -> None:
     address = JOB.new_address()
     address.write_key()
     assert take(JOB) == []
-    assert isinstance(address, Address)
+    assert isinstance(address, KeeperAddress)
 
 
 def test_keepers_that_hang_are_waited_for_together(

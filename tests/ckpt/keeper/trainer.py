@@ -12,7 +12,7 @@ import sys
 
 from ckpt.keeper.lingering import LingeringMemory
 from ckpt.keeper.messages import Record
-from ckpt.keeper.takeover import Address, Job, Taken
+from ckpt.keeper.takeover import Job, KeeperAddress, Taken
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
@@ -26,7 +26,7 @@ def main(name: str, linger_s: float, *bases: str) -> None:
     keeper = Keeper()
     lingering = LingeringMemory(keeper, Job(name, "/root", "a node"), linger_s)
     regions: list[SharedMemory] = []
-    taken = [Taken(Address(base), RECORD, ()) for base in bases]
+    taken = [Taken(KeeperAddress(base), RECORD, ()) for base in bases]
 
     def hold() -> None:
         region = SharedMemory.create(f"ckpt-slot-{len(regions)}", SIZE)
