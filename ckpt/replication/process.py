@@ -12,7 +12,7 @@ import os
 import select
 from collections.abc import Sequence
 
-from ckpt.keeper.messages import GiveUp, Notice
+from ckpt.keeper.messages import DropRegion, GiveUp, Notice
 from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.replication.replica import Address, Replica, TransportError
 from ckpt.replication.replica_messages import (
@@ -24,7 +24,6 @@ from ckpt.replication.replica_messages import (
     List,
     Retain,
     Send,
-    StopSending,
 )
 from ckpt.replication.sender import Sent
 from inprocess.ipc.deadline import Deadline
@@ -96,7 +95,8 @@ class ReplicaWorker:
 
     def abort(self) -> None:
         """Give up what is being sent; `poll` returns the ends."""
-        self._channel.send(StopSending())
+        for replica in self._sending.values():
+            self._channel.send(DropRegion(replica.snapshot))
 
     def poll(self) -> list[Sent]:
         """Return which transfers have ended since the last call, without waiting."""

@@ -3,7 +3,7 @@
 trainer                                           replica process
           --- Admit + pidfd ----------------------▶
           ◀-- Notice: the port, Answer -----------
-          --- Send + memory ----------------------▶  to a holder; StopSending: give it up
+          --- Send + memory ----------------------▶  to a holder, until DropRegion gives it up
           ◀-- Answer, when that has ended ---------
           --- Held + memory ----------------------▶  for others to read, until Retain
           ◀-- Answer ------------------------------
@@ -35,7 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import get_args
 
-from ckpt.keeper.messages import GiveUp, Notice
+from ckpt.keeper.messages import DropRegion, GiveUp, Notice
 from ckpt.replication.replica import Address, Replica
 from inprocess.ipc.packets import Channel, Codec
 
@@ -53,7 +53,6 @@ __all__ = [
     "Read",
     "Retain",
     "Send",
-    "StopSending",
     "StoreReplica",
 ]
 
@@ -106,17 +105,15 @@ class Admit:
 
 @dataclass(frozen=True)
 class Send:
-    """Bring the memory that is sent with this to a holder. The answer says that it is not read any more."""
+    """Bring the memory that is sent with this to a holder. The answer says that it is not read any more.
+
+    The key of the memory is the snapshot of the replica.
+    """
 
     number: int
     replica: Replica
     holder: Address
     keep: str | None
-
-
-@dataclass(frozen=True)
-class StopSending:
-    """Give up all transfers."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ class Retain:
     snapshots: list[str]
 
 
-ControlMessage = Answer | Notice | Held | List | Admit | Send | StopSending | Retain | GiveUp
+ControlMessage = Answer | Notice | Held | List | Admit | Send | DropRegion | Retain | GiveUp
 ControlChannel = Channel[ControlMessage]
 CONTROL: Codec[ControlMessage] = Codec(*get_args(ControlMessage))
 

@@ -20,7 +20,7 @@ import time
 from collections import deque
 
 from ckpt.keeper.forking import let_go_of_terminal
-from ckpt.keeper.messages import GiveUp, Notice
+from ckpt.keeper.messages import DropRegion, GiveUp, Notice
 from ckpt.keeper.worker_memory import WorkerMemory
 from ckpt.replication.memory import ReplicaMemory
 from ckpt.replication.replica import Piece, Replica, TransportError
@@ -34,7 +34,6 @@ from ckpt.replication.replica_messages import (
     List,
     Retain,
     Send,
-    StopSending,
 )
 from ckpt.replication.sender import Sender, Sent, Transfer
 from ckpt.replication.tcp import TcpTransport
@@ -118,8 +117,7 @@ class _ReplicaLoop:
     def _linger(self) -> None:
         """Let others read. What this rank was sending is given up: its trainer is dead."""
         let_go_of_terminal()
-        if self._sender is not None:
-            self._sender.abort()
+        self._give_up(*self._sending)
         if self._server is not None:
             time.sleep(self._linger_s)
 
@@ -137,8 +135,8 @@ class _ReplicaLoop:
                 self._channel.send(Answer(admit.number, self._admit(admit)))
             case Send() as send, (fd,):
                 self._send(send, SharedMemory(fd, send.replica.nbytes, "ckpt-slot", send.replica.snapshot))
-            case StopSending(), () if self._sender is not None:
-                self._sender.abort()
+            case DropRegion(snapshot), ():
+                self._give_up(*(replica for replica in self._sending if replica.snapshot == snapshot))
             case Retain(snapshots), ():
                 self._memory.retain(snapshots)
             case Held(number, replica), (fd,):
@@ -178,6 +176,11 @@ class _ReplicaLoop:
             return
         self._sending[replica] = send.number, region
         self._sender.submit(Transfer(replica, (Piece(region, 0, replica.nbytes),), send.holder, send.keep))
+
+    def _give_up(self, *replicas: Replica) -> None:
+        for replica in replicas:
+            if self._sender is not None:
+                self._sender.give_up(replica)
 
     def _ended(self, sent: Sent) -> None:
         """Note the end of a transfer. Runs in the thread of the sender, too."""
