@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Run:
-    """Run the call in the memfd sent with it."""
+    """Run the call that is pickled in the memfd sent with this."""
 
     index: int
 

@@ -27,8 +27,8 @@ from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.messages import CODEC, Message, Ready, Run
 from ckpt.async_calls.writer_main import CONTROL_PAGE, ControlPage
 from ckpt.errors import RemoteTraceback, WriterError
+from ckpt.keeper.kept_regions import keep_message
 from ckpt.keeper.messages import DropRegion, Finished, Notice
-from ckpt.keeper.regions import keep_message
 from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.ranks.distributed import own_rank
 from inprocess.ipc.deadline import Deadline

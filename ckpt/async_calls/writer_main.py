@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Hashable
 from typing import Any
 
-from ckpt.async_calls.call import load_work
+from ckpt.async_calls.call import unpickled
 from ckpt.async_calls.context import WriterContext
 from ckpt.async_calls.messages import (
     CODEC,
@@ -33,13 +33,14 @@ from ckpt.async_calls.messages import (
     Ready,
     Run,
 )
+from ckpt.async_calls.request import Work
+from ckpt.keeper.kept_regions import Regions
 from ckpt.keeper.messages import Finished, Notice
-from ckpt.keeper.regions import Regions
 from ckpt.ranks.failure import clip
 from inprocess.ipc.packets import Packet
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["CONTROL_PAGE", "ControlPage", "run"]
+__all__ = ["CONTROL_PAGE", "ControlPage", "failed", "run"]
 
 CONTROL_PAGE = "control"  # region id of the page that `ControlPage` describes; attached before anything else
 _MAX_ERROR_BYTES = 4 << 10
@@ -149,15 +150,16 @@ class _WriterLoop:
             lambda: page.nudges,
         )
         try:
-            work = load_work(fd, self._regions)
+            work: Work = unpickled(fd, self._regions)
             with context.entered():
                 work.run()
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a function do not end the writer, either
-            return _failure(index, began_ns, error)
+            return failed(index, began_ns, error)
         return Finished(index, began_ns, time.monotonic_ns())
 
 
-def _failure(index: int, began_ns: int, error: BaseException) -> Finished:
+def failed(index: int, began_ns: int, error: BaseException) -> Finished:
+    """Return the end of an order that failed with this error; what its frames hold is released."""
     ended_ns = time.monotonic_ns()
     lines: list[Any] = traceback.format_exception(error)
     summary = traceback.format_exception_only(error)[-1].strip()

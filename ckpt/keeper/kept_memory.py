@@ -22,6 +22,7 @@ import os
 import socket
 import time
 
+from ckpt.keeper.kept_regions import Regions, keep_message
 from ckpt.keeper.messages import (
     PUBLIC,
     Control,
@@ -29,11 +30,10 @@ from ckpt.keeper.messages import (
     Greeting,
     Kept,
     Linger,
-    Record,
+    MemoryRecord,
     Settled,
     greeting,
 )
-from ckpt.keeper.regions import Regions, keep_message
 from ckpt.keeper.takeover import Job, KeeperAddress
 from inprocess.ipc.packets import Packet, PacketError, receive, send
 from inprocess.ipc.proofs import NONCE_BYTES
@@ -54,7 +54,7 @@ class KeptMemory:
         self._trainer_pid = trainer_pid
         self._about: Linger | None = None
         self._rank = -1
-        self._record: Record | None = None
+        self._record: MemoryRecord | None = None
         self._regions = Regions()
         self._listener: socket.socket | None = None
         self._deadline: float | None = None  # None as long as the trainer needs the memory

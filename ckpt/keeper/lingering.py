@@ -10,8 +10,8 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 
-from ckpt.keeper.messages import DropRegion, GiveUp, Linger, Record, Settled
-from ckpt.keeper.regions import keep_message
+from ckpt.keeper.kept_regions import keep_message
+from ckpt.keeper.messages import DropRegion, GiveUp, Linger, MemoryRecord, Settled
 from ckpt.keeper.takeover import Job, KeeperAddress, Taken, take
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.shared_memory import SharedMemory
@@ -46,7 +46,7 @@ class LingeringMemory:
         """Return the memory of earlier processes of this job on this node. The caller closes it."""
         return take(self._job)
 
-    def settle(self, rank: int, record: Record, needed: Iterable[SharedMemory], taken: Sequence[Taken]) -> None:
+    def settle(self, rank: int, record: MemoryRecord, needed: Iterable[SharedMemory], taken: Sequence[Taken]) -> None:
         """A restore is over: keep what is `needed` with this record, and have the others give up what was taken."""
         with self._lock:
             regions = list(needed)

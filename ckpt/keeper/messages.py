@@ -41,7 +41,7 @@ __all__ = [
     "Linger",
     "Notice",
     "Public",
-    "Record",
+    "MemoryRecord",
     "Settled",
     "Fork",
     "ForkedWorker",
@@ -52,7 +52,7 @@ _PROTOCOL = b"ckpt linger 3"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class MemoryRecord:
     """What the trainer says about its memory, for who takes it over.
 
     `start` is the number of the start of the job that the memory is of, larger than those before it. `origin` is the
@@ -165,7 +165,7 @@ class Settled:
     """
 
     rank: int
-    record: Record
+    record: MemoryRecord
     taken: list[str]
 
 
@@ -194,7 +194,7 @@ class Greeting:
 class Kept:
     """The end of an answer. Without a record the trainer of this memory is alive, and none was sent."""
 
-    record: Record | None
+    record: MemoryRecord | None
 
 
 Public = Greeting | KeepRegion | Kept | GiveUp

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ckpt.keeper.messages import PUBLIC, GiveUp, Greeting, KeepRegion, Kept, Public, Record, greeting
+from ckpt.keeper.messages import PUBLIC, GiveUp, Greeting, KeepRegion, Kept, MemoryRecord, Public, greeting
 from inprocess.ipc.packets import Packet, PacketError, receive, send
 from inprocess.ipc.proofs import NONCE_BYTES, job_secret
 from inprocess.ipc.shared_memory import SharedMemory
@@ -134,7 +134,7 @@ class Taken:
     """The memory of one keeper: regions, which the taker closes, and their record."""
 
     address: KeeperAddress
-    record: Record
+    record: MemoryRecord
     regions: tuple[SharedMemory, ...]
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ def _taken(connection: socket.socket, address: KeeperAddress) -> Taken | None:
                     regions.append(_region(fd, size))
                 case Kept(None), ():
                     return None
-                case Kept(Record() as record), () if _is_valid(record):
+                case Kept(MemoryRecord() as record), () if _is_valid(record):
                     return Taken(address, record, tuple(regions))
                 case _:
                     packet.close_fds()
@@ -208,7 +208,7 @@ def _taken(connection: socket.socket, address: KeeperAddress) -> Taken | None:
         raise
 
 
-def _is_valid(record: Record) -> bool:
+def _is_valid(record: MemoryRecord) -> bool:
     pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in record.fences)
     return pairs and all(type(number) is int for pair in record.fences for number in pair)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import socket
 
+from ckpt.keeper.kept_regions import Regions, keep_message
 from ckpt.keeper.messages import DropRegion, KeepRegion
-from ckpt.keeper.regions import Regions, keep_message
 from inprocess.ipc.packets import Channel, Codec, PacketError
 from inprocess.ipc.shared_memory import SharedMemory
 

@@ -11,14 +11,14 @@ import os
 import sys
 
 from ckpt.keeper.lingering import LingeringMemory
-from ckpt.keeper.messages import Record
+from ckpt.keeper.messages import MemoryRecord
 from ckpt.keeper.takeover import Job, KeeperAddress, Taken
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 
 SIZE = 1 << 16
-RECORD = Record(7, None, 3, [[0, 5], [2, 4]])
+RECORD = MemoryRecord(7, None, 3, [[0, 5], [2, 4]])
 
 
 def main(name: str, linger_s: float, *bases: str) -> None:

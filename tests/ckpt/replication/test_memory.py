@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.keeper.regions import Regions
+from ckpt.keeper.kept_regions import Regions
 from ckpt.keeper.worker_memory import LeftMemory, WorkerMemory
 from ckpt.replication.memory import Arrival, ReplicaMemory, usable_bytes
 from ckpt.replication.replica import Replica, TransportError
