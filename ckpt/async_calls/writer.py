@@ -100,15 +100,14 @@ class Writer:
 
         Notices a process that died or hangs, and replaces it if calls are left for it.
         """
-        self._keeper.pump()
-        if self._process is not None:
-            if self._receive(self._process):
-                self._handle_death(self._process)
-            elif (reason := self._overdue(self._process)) is not None:
-                self._handle_death(self._process, reason)
-            else:
-                self._process.detach_closed_regions()
-                self._process.channel.flush()
+        if self._process is None:
+            self._keeper.pump()
+        elif self._receive(self._process):
+            self._handle_death(self._process)
+        elif (reason := self._overdue(self._process)) is not None:
+            self._handle_death(self._process, reason)
+        else:
+            self._process.detach_closed_regions()
         results, self._results = self._results, []
         return results
 
@@ -173,7 +172,6 @@ class Writer:
             while not self._receive(process) and not ending.is_over:
                 self._results.clear()
                 wait_for_any([self], ending.left_s)
-                self._keeper.pump()
             process.kill()
             process.is_dead(Deadline(_KILLED_WAIT_S))
         self.release()
@@ -238,7 +236,7 @@ class Writer:
 
     def _receive(self, process: _Process) -> bool:
         """Take in what the process sent. True when it is dead and everything it sent has been read."""
-        return process.receive(lambda message: self._handle(process, message))
+        return process.receive(lambda packet: self._handle(process, packet.message))
 
     def _handle(self, process: _Process, message: Message) -> None:
         if isinstance(message, Ready):

@@ -39,6 +39,7 @@ from ckpt.keeper.messages import CONTROL, ControlChannel, Exited, Fork, ForkedWo
 from ckpt.keeper.takeover import release_all
 from ckpt.keeper.worker_memory import LeftMemory, WorkerMemory
 from inprocess.ipc.packets import PacketError
+from inprocess.ipc.process import has_ended
 
 __all__ = ["PROGRAMS", "let_go_of_terminal", "main"]
 
@@ -136,7 +137,7 @@ class _KeeperProcess:
 
     def _listen(self) -> _Worker | None:
         """Do what the trainer has said, also if it is dead by now; then let its memory linger."""
-        died = self._trainer_lives and self._is_trainer_dead()  # before the channel is read: no message is missed
+        died = self._trainer_lives and has_ended(self._trainer)  # before the channel is read: no message is missed
         if self._hears_trainer:
             self._control.flush()
             try:
@@ -163,11 +164,6 @@ class _KeeperProcess:
         if not self._hears_trainer:
             self._left.forget()  # there will be no other worker
         return None
-
-    def _is_trainer_dead(self) -> bool:
-        poll = select.poll()
-        poll.register(self._trainer, select.POLLIN)
-        return bool(poll.poll(0))
 
     # -- children ------------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
+from inprocess.ipc.packets import Packet
 
 __all__ = ["BackgroundMirror"]
 
@@ -119,7 +120,7 @@ class BackgroundMirror:
         if self._rank != _COORDINATOR:
             return []
         if self._worker is not None:
-            self._receive(self._worker)
+            self._worker.receive(self._note)
         self._begun &= set(in_flight)
         waiting = sorted({*self._due, *self._begun}, key=lambda save: (save.owner, save.step))
         let_go, kept = waiting[: -self._options.held], waiting[-self._options.held :]
@@ -159,10 +160,8 @@ class BackgroundMirror:
 
     def poll(self) -> None:
         """Note what the worker has done; have another one forked if it has died. Does not wait for it."""
-        if self._worker is not None:
-            self._worker.channel.flush()
-            if self._receive(self._worker):
-                self._died(self._worker)
+        if self._worker is not None and self._worker.receive(self._note):
+            self._died(self._worker)
         if self._due and self._worker is None and time.monotonic() >= self._start_at:
             self._start()
 
@@ -244,13 +243,8 @@ class BackgroundMirror:
             os.close(arguments)
         return worker
 
-    def _receive(self, worker: Worker[MirrorMessage]) -> bool:
-        """Note what the worker has sent. True when it is dead and everything it sent has been read."""
-        self._keeper.pump()
-        return worker.receive(self._note)
-
-    def _note(self, report: MirrorMessage) -> None:
-        match report:
+    def _note(self, packet: Packet[MirrorMessage]) -> None:
+        match packet.message:
             case Notice(_, {"owner": int(token)}):
                 self._owner = token
             case Notice(_, {"begun": str()}):

@@ -100,12 +100,8 @@ class ReplicaWorker:
 
     def poll(self) -> list[Sent]:
         """Return which transfers have ended since the last call, without waiting."""
-        self._channel.flush()
-        try:
-            while not self._gone and (packet := self._channel.receive()) is not None:
-                self._note(packet)
-        except EOFError:
-            self._gone = True
+        if not self._gone:
+            self._gone = self._worker.receive(self._note)
         ended, self._ended = self._ended, []
         return ended
 

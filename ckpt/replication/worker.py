@@ -39,6 +39,7 @@ from ckpt.replication.sender import Sender, Sent, Transfer
 from ckpt.replication.tcp import TcpTransport
 from ckpt.replication.tcp_server import TcpServer
 from inprocess.ipc.packets import Packet
+from inprocess.ipc.process import has_ended
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.wakeup import Wakeup
 
@@ -83,7 +84,9 @@ class _ReplicaLoop:
     def _serve_trainer(self) -> bool:
         """Return when the trainer is gone: whether it ended without `GiveUp`."""
         while True:
-            is_dead = self._is_trainer_dead()  # before the channel is read, so that no message is missed
+            is_dead = self._trainer >= 0 and has_ended(
+                self._trainer
+            )  # before the channel is read, so that no message is missed
             self._channel.flush()
             try:
                 while (packet := self._channel.receive()) is not None:
@@ -102,12 +105,6 @@ class _ReplicaLoop:
                 poll.register(self._trainer, select.POLLIN)
             poll.poll()  # no deadline: the trainer's death ends it
             self._wake.clear()
-
-    def _is_trainer_dead(self) -> bool:
-        poll = select.poll()
-        if self._trainer >= 0:
-            poll.register(self._trainer, select.POLLIN)
-        return bool(poll.poll(0))
 
     def _know_trainer(self, pidfd: int) -> None:
         known, self._trainer = self._trainer, pidfd
