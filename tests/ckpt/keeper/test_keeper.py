@@ -150,6 +150,14 @@ def test_a_trainer_that_leaves_it_to_the_next_ones(runtime: Path, trainer: Calla
     no_keepers_are_left(runtime)
 
 
+def test_a_trainer_that_leaves_it_while_a_child_has_the_connection(trainer: Callable[..., Trainer]) -> None:
+    first = trainer()
+    first.tell("fork in foreign code")
+    first.tell("leave")
+    assert len(taken()) == 1
+    assert first.process.poll() is None
+
+
 def test_a_trainer_that_forgets_its_keeper(runtime: Path, trainer: Callable[..., Trainer]) -> None:
     """Nothing can be said to that any more: the memory is kept as after the death of the trainer, and no longer."""
     first = trainer()

@@ -7,7 +7,9 @@ NAME is that of the job. The memory of earlier processes at the addresses BASE i
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 
 from ckpt.keeper.lingering import LingeringMemory
@@ -18,6 +20,7 @@ from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 
 SIZE = 1 << 16
+_PR_SET_PDEATHSIG = 1
 RECORD = MemoryRecord(7, None, 3, [[0, 5], [2, 4]])
 
 
@@ -48,6 +51,11 @@ def main(name: str, linger_s: float, *bases: str) -> None:
                 if os.fork() == 0:
                     sys.stdin.read()
                     os._exit(0)
+            case "fork in foreign code":
+                libc = ctypes.PyDLL(None)  # Python notices nothing of it
+                if libc.fork() == 0:
+                    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                    libc.pause()
             case "leave":
                 lingering.leave()
                 keeper.release()
