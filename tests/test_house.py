@@ -28,18 +28,10 @@ SAME_MODULES = {
     "process": 2,
 }
 
-# Names that several classes have, and how many. `Abort`, `Event`, `Keep`, one `Store` and one `Writer` are names that
-# users write; the others of these, and of `Address`, `Record` and `Region`, are mostly messages of one package.
+# Names that several classes have, and how many.
 SAME_CLASSES = {
-    "Abort": 2,
-    "Address": 2,
-    "Event": 2,
-    "Keep": 2,
     "MaxActiveWorldSize": 2,  # fixed by nvidia_resiliency_ext, in two modules: a rank assignment, and a filter
     "RankFilter": 2,  # likewise
-    "Record": 2,
-    "Region": 2,
-    "Store": 2,
     "Writer": 3,
 }
 

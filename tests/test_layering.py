@@ -41,8 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "loading": BASE | SIBLINGS,
     "validation": BASE | SIBLINGS | {"loading"},
     "formats": BASE | SIBLINGS | PIPELINES,  # a step is one of them
-    "exporting": BASE | SIBLINGS | {"formats", "keeper", "loading"},
-    "mirroring": BASE | SIBLINGS | PIPELINES | {"keeper", "validation"},
+    "exporting": BASE | SIBLINGS | {"async_calls", "formats", "keeper", "loading"},
+    "mirroring": BASE | SIBLINGS | PIPELINES | {"async_calls", "keeper", "validation"},
     "engine": BASE | SIBLINGS | {"async_calls", "exporting", "keeper", "mirroring", "options"} | PIPELINES,
     "checkpointer": BASE | SIBLINGS | {"async_calls", "engine", "exporting", "mirroring", "options"} | PIPELINES,
     "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "validation"} | PIPELINES,

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import cloudpickle
 
 from ckpt.async_calls.failures import failed_elsewhere
-from ckpt.async_calls.request import Request, Work, as_request, run_all, work_of
+from ckpt.async_calls.request import Request, as_request, run_all, work_of
 from ckpt.errors import CheckpointError, WriterError
 from ckpt.ranks.distributed import own_rank
 from ckpt.ranks.failure import Failure
@@ -35,7 +35,7 @@ from inprocess.ipc.interpreter import import_path
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["Call", "CallTimer", "CodePickler", "RecoverableCall", "load_work"]
+__all__ = ["Call", "CallTimer", "CodePickler", "RecoverableCall", "pickled", "unpickled"]
 
 
 class CallTimer(Protocol):
@@ -114,7 +114,7 @@ class Call(Uncopied):
         fn = self.request.async_fn
         if fn is not None:
             work = work_of(self.request, getattr(fn, "in_writer", fn))  # of a `RecoverableCall`
-            self.fd = _pickled(work, self.regions)
+            self.fd = pickled(work, self.regions)
         # The arguments are pickled: a call that waits does not keep them in memory a second time.
         self.request = self.request._replace(async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
 
@@ -230,8 +230,8 @@ class _Surroundings:
             multiprocessing.current_process().authkey = self.authkey
 
 
-def _pickled(work: Work, regions: dict[str, SharedMemory]) -> int:
-    """Return a memfd with the work and its surroundings, pickled by value where needed.
+def pickled(value: Any, regions: dict[str, SharedMemory]) -> int:
+    """Return a memfd with a value and its surroundings, pickled by value where needed.
 
     A region of shared memory is replaced by its id, and added to `regions`.
     """
@@ -239,7 +239,7 @@ def _pickled(work: Work, regions: dict[str, SharedMemory]) -> int:
     try:
         with open(fd, "wb", closefd=False) as file, _main_by_value():
             pickle.dump(_Surroundings.here(), file)
-            _Pickler(file, regions).dump(work)
+            _Pickler(file, regions).dump(value)
     except BaseException:
         os.close(fd)
         raise
@@ -263,14 +263,13 @@ def _main_by_value() -> Iterator[None]:
         cloudpickle.unregister_pickle_by_value(main)
 
 
-def load_work(fd: int, regions: Mapping[str, SharedMemory]) -> Work:
-    """Return the work in `fd`, with its regions put back. Raises whatever importing and unpickling raise."""
+def unpickled(fd: int, regions: Mapping[str, SharedMemory]) -> Any:
+    """Return the value in `fd`, with its regions put back. Raises whatever importing and unpickling raise."""
     with open(fd, "rb", closefd=False) as file:
         file.seek(0)  # the offset is shared with the process that wrote it
         surroundings: _Surroundings = pickle.load(file)
         surroundings.enter()
-        work: Work = _Unpickler(file, regions).load()
-    return work
+        return _Unpickler(file, regions).load()
 
 
 def _reduced_code(code: types.CodeType) -> tuple[Any, ...]:

@@ -1,25 +1,23 @@
 """The messages between trainer and writer.
 
-    trainer --- Attach + memfd, Detach, Run + memfd ----▶ writer
-    trainer ◀-- Ready, Event, Finished ------------------ writer
+    trainer --- KeepRegion + memfd, DropRegion, Run + memfd ----▶ writer
+    trainer ◀-- Ready, Notice, Finished ------------------------- writer
 
 Each is one packet (see `inprocess.ipc.packets`) with at most one file descriptor. Nothing here is pickled: the pickled
-call lies in the memfd that is sent with `Run`, so a packet stays small whatever the arguments are.
+call lies in the memfd that is sent with `Run`, so a packet stays small whatever the arguments are. Calls refer to the
+regions of shared memory that were sent before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
+from ckpt.keeper.messages import DropRegion, Finished, KeepRegion, Notice
 from inprocess.ipc.packets import Channel, Codec
 
 __all__ = [
     "CODEC",
-    "Attach",
-    "Detach",
-    "Event",
-    "Finished",
     "Message",
     "MessageChannel",
     "Ready",
@@ -28,24 +26,8 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Attach:
-    """Later calls may refer to this region of shared memory; its memfd is sent with it."""
-
-    region_id: str
-    name: str
-    size: int
-
-
-@dataclass(frozen=True)
-class Detach:
-    """No later call refers to this region: unmap it."""
-
-    region_id: str
-
-
-@dataclass(frozen=True)
 class Run:
-    """Run the call in the memfd sent with it."""
+    """Run the call that is pickled in the memfd sent with this."""
 
     index: int
 
@@ -57,28 +39,6 @@ class Ready:
     pid: int
 
 
-@dataclass(frozen=True)
-class Event:
-    """The running function reports something to the trainer."""
-
-    index: int
-    event: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The call is over. `error` is empty if it returned, else the last line of `traceback`.
-
-    It ran from `began_ns` to `ended_ns` of CLOCK_MONOTONIC, which all processes of a host share.
-    """
-
-    index: int
-    began_ns: int
-    ended_ns: int
-    error: str = ""
-    traceback: str = ""
-
-
-Message = Attach | Detach | Run | Ready | Event | Finished
+Message = KeepRegion | DropRegion | Run | Ready | Notice | Finished
 MessageChannel = Channel[Message]
 CODEC: Codec[Message] = Codec(*get_args(Message))

@@ -15,10 +15,10 @@ from typing import Any
 
 from ckpt.async_calls.call import Call
 from ckpt.async_calls.config import WriterConfig
-from ckpt.async_calls.messages import Event
 from ckpt.async_calls.request import Request
 from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
 from ckpt.errors import WriterError
+from ckpt.keeper.messages import Notice
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.ranks.distributed import own_rank
 from inprocess.ipc.deadline import Deadline
@@ -67,7 +67,7 @@ class CallRunner(Uncopied):
     def _forget_calls(self) -> None:
         """Begin with no call and the index 0."""
         self._pending: deque[Call] = deque()  # in order of index, without gaps
-        self._results: deque[CallOutcome | Event] = deque()  # of the writers, not yet passed to their calls
+        self._results: deque[CallOutcome | Notice] = deque()  # of the writers, not yet passed to their calls
         self._next_index = 0
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class CallRunner(Uncopied):
             call = calls.get(result.index)
             if call is None or call.settled:
                 continue
-            if isinstance(result, Event):
+            if isinstance(result, Notice):
                 call.take_event(result.event)
             else:
                 call.settle(result.error)

@@ -1,7 +1,7 @@
 """One writer process at a time, seen from the trainer.
 
     submit() ──▶ [ outbox ] ════ socket ════▶ writer (see `writer_main`)
-    poll()  ◀─── CallOutcome, Event ═════════ writer
+    poll()  ◀─── CallOutcome, Notice ═════════ writer
       ├── pidfd, end of socket: the writer died
       ├── its progress counter does not advance: the writer hangs, and is killed
       └── the call is over its time limit (`CallTimer`): the same
@@ -20,13 +20,15 @@ import select
 import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt.async_calls.call import Call
 from ckpt.async_calls.config import WriterConfig
-from ckpt.async_calls.messages import CODEC, Attach, Detach, Event, Finished, Message, Ready, Run
+from ckpt.async_calls.messages import CODEC, Message, Ready, Run
 from ckpt.async_calls.writer_main import CONTROL_PAGE, ControlPage
 from ckpt.errors import RemoteTraceback, WriterError
+from ckpt.keeper.kept_regions import keep_message
+from ckpt.keeper.messages import DropRegion, Finished, Notice
 from ckpt.keeper.trainer_side import Keeper, Worker
 from ckpt.ranks.distributed import own_rank
 from inprocess.ipc.deadline import Deadline
@@ -47,6 +49,8 @@ class CallOutcome:
 
     index: int
     error: WriterError | None
+    problem: str = ""
+    """The end of the message of the error, for a message with another subject."""
 
 
 class Writer:
@@ -55,12 +59,14 @@ class Writer:
     Used by one thread of the trainer; forked children must not use it.
     """
 
-    def __init__(self, config: WriterConfig, keeper: Keeper) -> None:
+    def __init__(self, config: WriterConfig, keeper: Keeper, program: str = "writer") -> None:
+        """`program` is the name of its processes."""
         self._config = config
         self._keeper = keeper
+        self._program = program
         self._process: _Process | None = None
         self._calls: dict[int, Call] = {}  # in the order submitted
-        self._results: list[CallOutcome | Event] = []  # for the next `poll`
+        self._results: list[CallOutcome | Notice] = []  # for the next `poll`
         self._alive_at = time.monotonic()  # when the writer was last seen to make progress, or had nothing to do
         self._last_progress = 0
         in_forked_children(self.release)
@@ -73,7 +79,7 @@ class Writer:
     def start(self) -> None:
         """Start the process in the background, if there is none. Raises OSError when that fails."""
         if self._process is None:
-            self._process = _Process(self._keeper, self._config)
+            self._process = _Process(self._keeper, self._program, self._config)
             self._alive_at, self._last_progress = time.monotonic(), 0
 
     def submit(self, call: Call) -> None:
@@ -89,20 +95,19 @@ class Writer:
         """Whether there are calls without an outcome."""
         return bool(self._calls)
 
-    def poll(self) -> list[CallOutcome | Event]:
+    def poll(self) -> list[CallOutcome | Notice]:
         """Return what happened since the last call, without waiting.
 
         Notices a process that died or hangs, and replaces it if calls are left for it.
         """
-        self._keeper.pump()
-        if self._process is not None:
-            if self._receive(self._process):
-                self._handle_death(self._process)
-            elif (reason := self._overdue(self._process)) is not None:
-                self._handle_death(self._process, reason)
-            else:
-                self._process.detach_closed_regions()
-                self._process.channel.flush()
+        if self._process is None:
+            self._keeper.pump()
+        elif self._receive(self._process):
+            self._handle_death(self._process)
+        elif (reason := self._overdue(self._process)) is not None:
+            self._handle_death(self._process, reason)
+        else:
+            self._process.detach_closed_regions()
         results, self._results = self._results, []
         return results
 
@@ -141,6 +146,16 @@ class Writer:
         self.kill()
         self.release()
 
+    def abort(self, known: Deadline) -> None:
+        """Kill the process as soon as its pid is known, and wait for its end for a moment. Idempotent.
+
+        One that is not forked until the deadline begins no call.
+        """
+        if (process := self._process) is not None:
+            process.page.abort()
+            process.abort(known)
+        self.release()
+
     def close(self, ending: Deadline) -> None:
         """Let the process finish what it has, wait for its end until the deadline, then kill it.
 
@@ -157,7 +172,6 @@ class Writer:
             while not self._receive(process) and not ending.is_over:
                 self._results.clear()
                 wait_for_any([self], ending.left_s)
-                self._keeper.pump()
             process.kill()
             process.is_dead(Deadline(_KILLED_WAIT_S))
         self.release()
@@ -222,14 +236,14 @@ class Writer:
 
     def _receive(self, process: _Process) -> bool:
         """Take in what the process sent. True when it is dead and everything it sent has been read."""
-        return process.receive(lambda message: self._handle(process, message))
+        return process.receive(lambda packet: self._handle(process, packet.message))
 
     def _handle(self, process: _Process, message: Message) -> None:
         if isinstance(message, Ready):
             process.ready = True
             self._alive_at = time.monotonic()
             self._begin_first(time.monotonic_ns())
-        elif isinstance(message, Event):
+        elif isinstance(message, Notice):
             self._results.append(message)
         elif isinstance(message, Finished) and message.index in self._calls:
             taken_s = None if message.error else (message.ended_ns - message.began_ns) / 1e9
@@ -264,37 +278,38 @@ class Writer:
         process.release()
         for call in list(self._calls.values()):
             if process.page.has_begun(call.index) or call.attempts >= _MAX_ATTEMPTS:
-                self._settle(call.index, f"failed: {name} {how}. The next call gets a new one")
+                self._settle(call.index, f"failed: {name} {how}", then=". The next call gets a new one")
             else:
                 self._send(call)
 
-    def _settle(self, index: int, problem: str, trace: str = "", taken_s: float | None = None) -> None:
+    def _settle(
+        self, index: int, problem: str, trace: str = "", taken_s: float | None = None, *, then: str = ""
+    ) -> None:
         call = self._calls.pop(index)
         call.leave_writer(taken_s)
         error = None
         if problem:
             rank = own_rank()
             where = "" if rank is None else f" on rank {rank}"
-            error = WriterError(f"background call {index} ({call.label}){where} {problem}", rank=rank)
+            error = WriterError(f"background call {index} ({call.label}){where} {problem}{then}", rank=rank)
             error.__cause__ = RemoteTraceback(trace) if trace else None
-        self._results.append(CallOutcome(index, error))
+        self._results.append(CallOutcome(index, error, problem))
 
 
 class _Process(Worker[Message]):
     """One writer process, from the request to fork it until it is dead."""
 
-    def __init__(self, keeper: Keeper, config: WriterConfig) -> None:
+    def __init__(self, keeper: Keeper, program: str, config: WriterConfig) -> None:
         """Ask for a process; it takes messages before it exists. OSError."""
         self.ready = False
         self._attached: dict[str, weakref.ref[SharedMemory]] = {}
         self._control_region = SharedMemory.create("ckpt-control", ControlPage.SIZE)
         try:
             super().__init__(
-                keeper, "writer", CODEC, nice=config.nice, io_class=config.io_class, io_level=config.io_level
+                keeper, program, CODEC, nice=config.nice, io_class=config.io_class, io_level=config.io_level
             )
-            region = self._control_region
-            self.page = ControlPage(region)
-            self.channel.send(Attach(CONTROL_PAGE, region.name, region.size), region.fd)
+            self.page = ControlPage(self._control_region)
+            self.channel.send(replace(keep_message(self._control_region), key=CONTROL_PAGE), self._control_region.fd)
         except BaseException:
             self._control_region.close()
             raise
@@ -303,7 +318,7 @@ class _Process(Worker[Message]):
         """Send the call, and before it the regions that this process has not got yet."""
         for region_id, region in call.regions.items():
             if region_id not in self._attached:
-                self.channel.send(Attach(region_id, region.name, region.size), region.fd)
+                self.channel.send(keep_message(region), region.fd)
                 self._attached[region_id] = weakref.ref(region)
         self.channel.send(Run(call.index), call.fd)
 
@@ -313,7 +328,7 @@ class _Process(Worker[Message]):
             region = reference()
             if region is None or region.closed:
                 del self._attached[region_id]
-                self.channel.send(Detach(region_id))
+                self.channel.send(DropRegion(region_id))
 
     def refresh(self) -> None:
         super().refresh()

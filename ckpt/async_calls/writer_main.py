@@ -1,10 +1,10 @@
 """What a writer process runs: one call after the other.
 
-    socket ──▶ receive ──▶ Attach / Detach: table of mapped regions
+    socket ──▶ receive ──▶ KeepRegion / DropRegion: regions that calls refer to
                   │
                   └──────▶ Run: begun ──▶ load ──▶ function(*args) ──▶ Finished
                                                      │
-                          control page ◀─ progress() ┴ report() ──▶ Event
+                          control page ◀─ progress() ┴ report() ──▶ Notice
 
 One thread, one call at a time, in the order sent. The end of the socket means that the trainer is done with this
 writer, or dead: what is already in the socket is still run, then the process exits. An exception of a function is an
@@ -24,24 +24,23 @@ import traceback
 from collections.abc import Hashable
 from typing import Any
 
-from ckpt.async_calls.call import load_work
+from ckpt.async_calls.call import unpickled
 from ckpt.async_calls.context import WriterContext
 from ckpt.async_calls.messages import (
     CODEC,
-    Attach,
-    Detach,
-    Event,
-    Finished,
     Message,
     MessageChannel,
     Ready,
     Run,
 )
+from ckpt.async_calls.request import Work
+from ckpt.keeper.kept_regions import Regions
+from ckpt.keeper.messages import Finished, Notice
 from ckpt.ranks.failure import clip
 from inprocess.ipc.packets import Packet
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["CONTROL_PAGE", "ControlPage", "run"]
+__all__ = ["CONTROL_PAGE", "ControlPage", "failed", "run"]
 
 CONTROL_PAGE = "control"  # region id of the page that `ControlPage` describes; attached before anything else
 _MAX_ERROR_BYTES = 4 << 10
@@ -101,8 +100,7 @@ class _WriterLoop:
 
     def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
-        self._regions: dict[str, SharedMemory] = {}
-        self._page: ControlPage | None = None
+        self._regions = Regions()
         self._kept: dict[Hashable, Any] = {}
 
     def run(self) -> None:
@@ -110,15 +108,15 @@ class _WriterLoop:
         self._channel.send(Ready(os.getpid()))
         while (packet := self._next()) is not None:
             match packet.message, packet.fds:
-                case Attach() as message, (fd,):
-                    self._attach(message, fd)
-                case Detach(region_id), ():
-                    self._regions.pop(region_id).close()
-                case Run(index), (fd,) if self._page is not None:
-                    if self._page.aborted:
+                case Run(index), (fd,):
+                    page = ControlPage(self._regions[CONTROL_PAGE])
+                    if page.aborted:
                         return
-                    self._channel.send(self._call(index, fd, self._page))
+                    self._channel.send(self._call(index, fd, page))
                     os.close(fd)
+                case _:
+                    if not self._regions.take_in(packet):
+                        packet.close_fds()
         self._close_kept()
 
     def _close_kept(self) -> None:
@@ -140,33 +138,28 @@ class _WriterLoop:
             poll.register(self._channel, self._channel.poll_events)
             poll.poll()  # no deadline: the trainer's death ends it
 
-    def _attach(self, message: Attach, fd: int) -> None:
-        region = SharedMemory(fd, message.size, message.name, message.region_id)
-        self._regions[message.region_id] = region
-        if message.region_id == CONTROL_PAGE:
-            self._page = ControlPage(region)
-
     def _call(self, index: int, fd: int, page: ControlPage) -> Finished:
         began_ns = time.monotonic_ns()
         page.begin(index)
         context = WriterContext(
             index,
             page.advance,
-            lambda event: self._channel.send(Event(index, event)),
+            lambda event: self._channel.send(Notice(index, event)),
             lambda: self._channel.peer_gone,
             self._kept,
             lambda: page.nudges,
         )
         try:
-            work = load_work(fd, self._regions)
+            work: Work = unpickled(fd, self._regions)
             with context.entered():
                 work.run()
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a function do not end the writer, either
-            return _failure(index, began_ns, error)
+            return failed(index, began_ns, error)
         return Finished(index, began_ns, time.monotonic_ns())
 
 
-def _failure(index: int, began_ns: int, error: BaseException) -> Finished:
+def failed(index: int, began_ns: int, error: BaseException) -> Finished:
+    """Return the end of an order that failed with this error; what its frames hold is released."""
     ended_ns = time.monotonic_ns()
     lines: list[Any] = traceback.format_exception(error)
     summary = traceback.format_exception_only(error)[-1].strip()

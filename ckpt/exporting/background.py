@@ -1,6 +1,6 @@
-"""Exports of published steps beside a training job, each in a worker of its own, one after the other.
+"""Exports of published steps beside a training job, each in a writer process of its own, one after the other.
 
-    trainer of rank 0 ── published(step) ──▶ due? ──▶ keeper: fork a worker (`worker`) ──▶ <directory>/step_<N>
+    trainer of rank 0 ── published(step) ──▶ due? ──▶ writer process of its own (`worker`) ──▶ <directory>/step_<N>
                       ── poll() ◀── ended: log what failed, start the step that waits
 
 The trainer only orders processes, and looks whether they have ended: it never waits for one before `close`.
@@ -8,27 +8,28 @@ The trainer only orders processes, and looks whether they have ended: it never w
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import select
 import time
 from dataclasses import dataclass
 
 from ckpt.arguments import in_seconds
-from ckpt.errors import CheckpointError
+from ckpt.async_calls.call import Call
+from ckpt.async_calls.config import WriterConfig
+from ckpt.async_calls.request import AsyncRequest
+from ckpt.async_calls.writer import CallOutcome, Writer, wait_for_any
+from ckpt.errors import CheckpointError, RemoteTraceback
 from ckpt.events import ExportDone, ExportFailed
-from ckpt.exporting.messages import CODEC, ExportEnded, ExportRequest, Message
 from ckpt.exporting.options import ExportOptions
+from ckpt.exporting.worker import export_alone
 from ckpt.formats.foreign_files import remove_left
-from ckpt.keeper.trainer_side import Keeper, Worker
+from ckpt.keeper.trainer_side import Keeper
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.storage.interface import Root
 from ckpt.storage.roots import own_directory
 from ckpt.storage.step_source import HeldStep
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
-from inprocess.ipc.packets import PacketError
 
 __all__ = ["BackgroundExports"]
 
@@ -36,7 +37,6 @@ _log = logging.getLogger("ckpt")
 
 _NICE = 15
 _IO_LEVEL = 7
-_EXIT_WAIT_S = 2.0  # for the keeper to tell how a dead worker ended
 _FORK_WAIT_S = 1.0  # for the pid of a worker that is to be killed
 _LOOK_S = 0.5
 _RANK = 0  # which alone exports
@@ -49,7 +49,6 @@ class _Running:
     step: int
     target: str
     held: HeldStep
-    worker: Worker[Message]
     began: float
     deadline: float
 
@@ -70,9 +69,11 @@ class BackgroundExports:
             )
         self._root = root
         self._options = options
-        self._keeper = keeper
+        timeout_s = in_seconds(options.timeout)
+        config = WriterConfig(_NICE, "best-effort", _IO_LEVEL, start_timeout_s=timeout_s)
+        self._writer = Writer(config, keeper, "export")  # with a process while an export runs
         self._running: _Running | None = None
-        self._ended: ExportEnded | None = None  # what the worker of `_running` has said
+        self._calls = 0
         self._waiting: tuple[int, HeldStep] | None = None
         self._not_needed: list[HeldStep] = []
         self._was_killed = False  # an export, so that it may have left hidden files
@@ -104,18 +105,16 @@ class BackgroundExports:
             if ending.is_over:
                 self.abort()
             elif self._running is not None:
-                channel, poll = self._running.worker.channel, select.poll()
-                poll.register(channel, channel.poll_events)
-                poll.poll(ending.poll_ms(_LOOK_S))
+                wait_for_any([self._writer], ending.within(_LOOK_S).left_s)
 
     def abort(self) -> None:
         """Kill the export that runs, and forget the one that waits. Idempotent; `release` is to follow."""
         if self._waiting is not None:
             self._forget("the Checkpointer was closed before")
         if (running := self._running) is not None:
-            is_over = self._is_over(running)
-            running.worker.abort(Deadline(_FORK_WAIT_S))
-            self._end(running, "" if is_over else "it was killed, as the Checkpointer was closed before")
+            outcome = self._outcome()
+            self._writer.abort(Deadline(_FORK_WAIT_S))
+            self._end(running, outcome, "it was killed, as the Checkpointer was closed before")
 
     def release(self) -> None:
         """Release the steps, and remove what killed exports have left. Idempotent; the last call, in any thread.
@@ -133,9 +132,7 @@ class BackgroundExports:
 
     def _disconnect(self) -> None:
         """In a fork of the process: the worker is that of the parent."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.worker.release()
+        self._running = None
 
     def _forget(self, why: str) -> None:
         """Forget the step that waits."""
@@ -150,73 +147,55 @@ class BackgroundExports:
         return os.path.join(os.fspath(self._options.directory), name)
 
     def _advance(self) -> None:
-        running = self._running
-        if running is not None:
-            is_over = self._is_over(running)
-            if not is_over and time.monotonic() > running.deadline:
-                running.worker.kill()
-                is_over = running.worker.pidfd is None  # the keeper hangs, and has not forked it
-            if not is_over:
+        if (running := self._running) is not None:
+            if (outcome := self._outcome()) is not None:
+                self._end(running, outcome)
+            elif time.monotonic() > running.deadline:
+                self._writer.abort(Deadline(0.0))
+                self._end(running, None, f"it took longer than {self._options.timeout}")
+            else:
                 return
-            self._end(running)
         if self._waiting is not None:
             (step, held), self._waiting = self._waiting, None
             self._start(step, held)
 
     def _start(self, step: int, held: HeldStep) -> None:
         target, timeout_s = self._target(step), in_seconds(self._options.timeout)
+        arguments = (self._root.path, self._root.options, step, target, self._options, timeout_s)
+        now = time.monotonic()
+        self._calls += 1
         try:
-            worker = self._worker_for(ExportRequest(self._root.path, self._root.options, step, target, timeout_s))
-        except (OSError, PacketError) as error:
+            call = Call(self._calls, AsyncRequest(export_alone, arguments, []))
+        except OSError as error:
             self._not_needed.append(held)
             self._failed(step, target, f"it cannot be started: {error}")
             return
-        now = time.monotonic()
-        self._running = _Running(step, target, held, worker, now, now + timeout_s)
+        self._running = _Running(step, target, held, now, now + timeout_s)
+        self._writer.submit(call)
 
-    def _worker_for(self, request: ExportRequest) -> Worker[Message]:
-        worker = Worker(self._keeper, "export", CODEC, nice=_NICE, io_class="best-effort", io_level=_IO_LEVEL)
-        try:
-            with open(os.memfd_create("ckpt-export", os.MFD_CLOEXEC), "wb") as form:
-                form.write(json.dumps(self._options.to_document()).encode())
-                form.flush()
-                worker.channel.send(request, form.fileno())
-        except BaseException:
-            worker.release()
-            raise
-        return worker
+    def _outcome(self) -> CallOutcome | None:
+        """Return the outcome of the export that runs, if it has ended."""
+        return next((each for each in self._writer.poll() if isinstance(each, CallOutcome)), None)
 
-    def _is_over(self, running: _Running) -> bool:
-        """Take in what the worker has said; return whether it has ended."""
-        self._keeper.pump()
-        return running.worker.receive(self._note)
-
-    def _note(self, message: Message) -> None:
-        if isinstance(message, ExportEnded):
-            self._ended = message
-
-    def _end(self, running: _Running, how: str = "") -> None:
-        """Note the end of an export. Without an answer of its worker, `how` it ended, if that is known."""
+    def _end(self, running: _Running, outcome: CallOutcome | None, why: str = "") -> None:
+        """Note the end of an export. Without an outcome it was killed, and `why`."""
         self._running = None
         self._not_needed.append(running.held)
-        ended, self._ended = self._ended, None
-        if ended is None:
-            how = how or self._how_ended(running)
-            ended = ExportEnded(how)
-            self._was_killed = True
-        running.worker.release()
-        if ended.error is None:
+        self._writer.release()
+        if outcome is not None and outcome.error is None:
             _log.info("exported step %d to %s", running.step, running.target)
             if is_observed():
                 seconds = time.monotonic() - running.began
                 emit(ExportDone(time.time(), _RANK, running.step, running.target, seconds))
             return
-        self._failed(running.step, running.target, ended.error, f"\n{ended.traceback}" if ended.traceback else "")
-
-    def _how_ended(self, running: _Running) -> str:
-        if time.monotonic() > running.deadline:
-            return f"it took longer than {self._options.timeout}"
-        return f"its process {running.worker.how_it_ends(_EXIT_WAIT_S)}"
+        trace = None if outcome is None or outcome.error is None else outcome.error.__cause__
+        self._was_killed |= trace is None
+        if trace is None and time.monotonic() > running.deadline:  # the kernel may have ended it
+            why = f"it took longer than {self._options.timeout}"
+        cause = why if outcome is None or why else f"it {outcome.problem}"
+        self._failed(
+            running.step, running.target, cause, f"\n{trace.text}" if isinstance(trace, RemoteTraceback) else ""
+        )
 
     def _failed(self, step: int, target: str, cause: str, detail: str = "") -> None:
         _log.error("the export of step %d to %s failed: %s%s", step, target, cause, detail)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import tempfile
@@ -62,17 +61,6 @@ class HfFiles:
     def read(self) -> dict[str, bytes]:
         """Return all files. StorageError."""
         return {**self.contents, **({} if self.directory is None else _read_all(self.directory))}
-
-    def to_document(self) -> dict[str, Any]:
-        """Return them as JSON; a directory as its path."""
-        contents = {name: base64.b64encode(content).decode() for name, content in self.contents.items()}
-        return {"contents": contents, "directory": self.directory}
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> HfFiles:
-        """Return what `to_document` has made this of."""
-        contents = {name: base64.b64decode(text) for name, text in document["contents"].items()}
-        return cls(contents, document["directory"])
 
 
 def _names_in(directory: str) -> list[str]:

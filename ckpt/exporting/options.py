@@ -71,18 +71,6 @@ class ExportForm:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def to_document(self) -> dict[str, Any]:
-        """Return the form as JSON, for `from_document` in another process."""
-        names = ("format", "prefix", "filter", "exclude", "dtype", "drop_tied", "max_shard_size")
-        config = None if self.config is None else self.config.to_document()
-        return {name: getattr(self, name) for name in names} | {"config": config}
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> ExportForm:
-        """Return the form that `to_document` has made this of."""
-        config = document["config"]
-        return cls(**(document | {"config": None if config is None else HfFiles.from_document(config)}))
-
 
 @dataclass(frozen=True)
 class ExportOptions(ExportForm):

@@ -39,6 +39,7 @@ from ckpt.keeper.messages import CONTROL, ControlChannel, Exited, Fork, ForkedWo
 from ckpt.keeper.takeover import release_all
 from ckpt.keeper.worker_memory import LeftMemory, WorkerMemory
 from inprocess.ipc.packets import PacketError
+from inprocess.ipc.process import has_ended
 
 __all__ = ["PROGRAMS", "let_go_of_terminal", "main"]
 
@@ -47,7 +48,7 @@ PROGRAMS = MappingProxyType(
         "writer": "ckpt.async_calls.writer_main",
         "replicas": "ckpt.replication.worker",
         "mirror": "ckpt.mirroring.worker",
-        "export": "ckpt.exporting.worker",
+        "export": "ckpt.async_calls.writer_main",
     }
 )
 """The module of each program, whose `run(socket)` a worker calls; that with memory, `run(socket, memory)`."""
@@ -58,7 +59,7 @@ _PREIMPORT = ("numpy", "cloudpickle", "psutil")
 _PR_SET_NAME = 15
 _LEFT = (errno.ECONNABORTED, errno.EINTR, errno.EPERM)  # a taker has left again
 _ACCEPT_PAUSE_S = 0.2
-_RELEASED = 3  # the status of a child to whom a taker has said that the memory can be given up
+_GIVEN_UP = 3  # the status of a child to whom a taker has said that the memory is not needed any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class _KeeperProcess:
         self._hears_trainer = True  # the channel is open
         self._trainer_lives = True
         self._children: dict[int, _Child] = {}  # by pidfd
+        self._given_up: list[socket.socket] = []  # the takers that gave up the memory, and are not told yet
         self._accept_at = 0.0
 
     def serve(self) -> _Worker | None:
@@ -135,7 +137,7 @@ class _KeeperProcess:
 
     def _listen(self) -> _Worker | None:
         """Do what the trainer has said, also if it is dead by now; then let its memory linger."""
-        died = self._trainer_lives and self._is_trainer_dead()  # before the channel is read: no message is missed
+        died = self._trainer_lives and has_ended(self._trainer)  # before the channel is read: no message is missed
         if self._hears_trainer:
             self._control.flush()
             try:
@@ -162,11 +164,6 @@ class _KeeperProcess:
         if not self._hears_trainer:
             self._left.forget()  # there will be no other worker
         return None
-
-    def _is_trainer_dead(self) -> bool:
-        poll = select.poll()
-        poll.register(self._trainer, select.POLLIN)
-        return bool(poll.poll(0))
 
     # -- children ------------------------------------------------------------------------------------------------------
 
@@ -199,6 +196,8 @@ class _KeeperProcess:
             os.close(self._trainer)
             for child in self._children.values():
                 os.close(child.pidfd)
+                if child.taker is not None:
+                    child.taker.close()
             if worker_id is not None:
                 self._memory.forget()
             if not leaves_memory:
@@ -224,10 +223,18 @@ class _KeeperProcess:
         status = os.waitstatus_to_exitcode(raw)
         if child.worker_id is not None and self._hears_trainer:
             self._control.send(Exited(child.worker_id, _how(status)))
-        if child.taker is not None:
-            with child.taker:
-                if status == _RELEASED:  # before the taker is told so, no other one gets the memory
-                    self._memory.release(child.taker)
+        if child.taker is None:
+            return
+        others = [other for other in self._children.values() if other.taker is not None]
+        if status != _GIVEN_UP:
+            child.taker.close()
+        else:  # before this taker is told, no other one gets the memory, also one that is being answered
+            self._memory.close()
+            self._given_up.append(child.taker)
+            for other in others:
+                signal.pidfd_send_signal(other.pidfd, signal.SIGKILL)
+        while self._given_up and not others:
+            self._memory.tell(self._given_up.pop())
 
     # -- those that take over ------------------------------------------------------------------------------------------
 
@@ -246,7 +253,7 @@ class _KeeperProcess:
 
     def _answer(self, connection: socket.socket) -> None:
         if self._fork(taker=connection):
-            _end_child(lambda: _RELEASED if answer(self._memory, connection) else 0)
+            _end_child(lambda: _GIVEN_UP if answer(self._memory, connection) else 0)
 
 
 def _end_child(function: Callable[[], int]) -> NoReturn:

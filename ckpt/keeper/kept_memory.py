@@ -1,14 +1,14 @@
 """The memory that a keeper keeps for its trainer, and gives to the next processes of the job.
 
-    told by the trainer ──▶ ┌───────────────┐ trainer died, or sent End(lingers) ┌───────────────────────┐
-                            │    IN USE     │ ─────────────────────────────────▶ │  LINGERING            │ Take: sent
-    processes that take over ──▶ refused    │                                    │  until the deadline   │ Release: gone
-                            └───────┬───────┘                                    └───────────┬───────────┘
-                                    ▼ End                                                    ▼ deadline, Release
-                                   gone                                                     gone
+    told by the trainer ──▶ ┌───────────────┐ trainer died, or closed the channel ┌───────────────────────┐
+                            │    IN USE     │ ──────────────────────────────────▶ │  LINGERING            │
+    processes that take over ──▶ refused    │                                     │  until the deadline ──▶ sent
+                            └───────┬───────┘                                     └───────────┬───────────┘
+                                    ▼ GiveUp                                                  ▼ deadline, GiveUp
+                                   gone                                                      gone
 
-It is descriptors, neither mapped nor read. It is gone, and its files are removed, when the trainer ends it, at the
-deadline, when it was released, and at once if there is nothing to keep when the trainer dies.
+It is descriptors, neither mapped nor read. It is gone, and its files are removed, when the trainer gives it up, at the
+deadline, when a taker gives it up, and at once if there is nothing to keep when the trainer dies.
 
 It is also described in a memfd for `inspect_ckpt memory`, see `STATUS`.
 """
@@ -22,23 +22,19 @@ import os
 import socket
 import time
 
+from ckpt.keeper.kept_regions import Regions, keep_message
 from ckpt.keeper.messages import (
     PUBLIC,
     Control,
-    Drop,
-    End,
+    GiveUp,
     Greeting,
-    Keep,
     Kept,
     Linger,
-    Record,
-    Region,
-    Release,
+    MemoryRecord,
     Settled,
-    Take,
     greeting,
 )
-from ckpt.keeper.takeover import Address, Job
+from ckpt.keeper.takeover import Job, KeeperAddress
 from inprocess.ipc.packets import Packet, PacketError, receive, send
 from inprocess.ipc.proofs import NONCE_BYTES
 from inprocess.ipc.unix_sockets import peer_pid
@@ -58,8 +54,8 @@ class KeptMemory:
         self._trainer_pid = trainer_pid
         self._about: Linger | None = None
         self._rank = -1
-        self._record: Record | None = None
-        self._regions: dict[str, tuple[int, int]] = {}  # descriptor and size
+        self._record: MemoryRecord | None = None
+        self._regions = Regions()
         self._listener: socket.socket | None = None
         self._deadline: float | None = None  # None as long as the trainer needs the memory
         self._status = -1
@@ -96,19 +92,13 @@ class KeptMemory:
         match packet.message, packet.fds:
             case Linger() as about, (fd,):
                 self._listen(about, socket.socket(fileno=fd))
-            case Keep(key, size), (fd,) if self.is_kept and key not in self._regions:
-                self._regions[key] = fd, size
-            case Drop(key), () if key in self._regions:
-                os.close(self._regions.pop(key)[0])
             case Settled() as settled, () if self.is_kept:
                 self._rank, self._record, taken = settled.rank, settled.record, settled.taken
-            case End(lingers), ():
-                if lingers:
-                    self.linger()
-                else:
-                    self.close()
+            case GiveUp(), ():
+                self.close()
             case _:
-                packet.close_fds()
+                if not (self.is_kept and self._regions.take_in(packet)):
+                    packet.close_fds()
         self._describe()
         return taken
 
@@ -116,7 +106,7 @@ class KeptMemory:
         """Listen for takers; an interrupt of the trainer may have come between, and it tells another address then."""
         if self._about is not None and self._listener is not None:
             self._listener.close()
-            Address(self._about.base).remove()
+            KeeperAddress(self._about.base).remove()
         self._about, self._listener = about, listener
         if self._status < 0:
             self._status = os.memfd_create(STATUS, os.MFD_CLOEXEC)
@@ -136,29 +126,26 @@ class KeptMemory:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self.close()
 
-    def release(self, taker: socket.socket) -> None:
-        """Give up the memory, and tell the taker that asked for it. Never waits: its socket is empty."""
-        record = self._record
-        self.close()
-        with contextlib.suppress(OSError):
+    def tell(self, taker: socket.socket) -> None:
+        """Tell the taker that gave up the memory that this was done. Never waits: its socket has room for that."""
+        with taker, contextlib.suppress(OSError):
             taker.setblocking(False)
-            send(taker, PUBLIC, Kept(record))
+            send(taker, PUBLIC, Kept(self._record))
 
     def close(self) -> None:
         """Give up the memory, and remove the files. Idempotent."""
         if self._about is not None and self._listener is not None:
-            Address(self._about.base).remove()
+            KeeperAddress(self._about.base).remove()
         self.forget()
 
     def forget(self) -> None:
         """Close everything; in a fork, whose parent goes on to keep the memory. Idempotent."""
         if self._listener is not None:
             self._listener.close()
-        for fd, _ in self._regions.values():
-            os.close(fd)
+        self._regions.close()
         if self._status >= 0:
             os.close(self._status)
-        self._listener, self._regions, self._deadline, self._status = None, {}, None, -1
+        self._listener, self._deadline, self._status = None, None, -1
 
     def _describe(self) -> None:
         """Write what is known to the status: times are those of CLOCK_MONOTONIC."""
@@ -196,8 +183,8 @@ class KeptMemory:
 
     def send_all(self, connection: socket.socket) -> None:
         """Send the memory, and its record, to a taker. OSError."""
-        for fd, size in self._regions.values():
-            send(connection, PUBLIC, Region(size), (fd,))
+        for region in self._regions.values():
+            send(connection, PUBLIC, keep_message(region), (region.fd,))
         send(connection, PUBLIC, Kept(self._record))
 
     @property
@@ -207,7 +194,7 @@ class KeptMemory:
 
 
 def answer(memory: KeptMemory, connection: socket.socket) -> bool:
-    """Do what a taker asks for; return whether that is to give up the memory, of which it is still to be told.
+    """Send the memory to a taker; return whether that then says to give it up, and is still to be told that it was.
 
     Runs in a fork of the keeper, with the memory as it was then.
     """
@@ -216,12 +203,11 @@ def answer(memory: KeptMemory, connection: socket.socket) -> bool:
         peer_pid(connection)  # PermissionError if it belongs to another user
         if not memory.greet(connection):
             return False
-        packet = receive(connection, PUBLIC)
-        packet.close_fds()
         if not memory.is_lingering:
             send(connection, PUBLIC, Kept(None))
-        elif isinstance(packet.message, Take):
-            memory.send_all(connection)
-        else:
-            return isinstance(packet.message, Release)
+            return False
+        memory.send_all(connection)
+        packet = receive(connection, PUBLIC)
+        packet.close_fds()
+        return isinstance(packet.message, GiveUp)
     return False

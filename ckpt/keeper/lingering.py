@@ -10,8 +10,9 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 
-from ckpt.keeper.messages import Drop, End, Keep, Linger, Record, Settled
-from ckpt.keeper.takeover import Address, Job, Taken, take
+from ckpt.keeper.kept_regions import keep_message
+from ckpt.keeper.messages import DropRegion, GiveUp, Linger, MemoryRecord, Settled
+from ckpt.keeper.takeover import Job, KeeperAddress, Taken, take
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.unix_sockets import listen
@@ -35,7 +36,7 @@ class LingeringMemory:
         self._linger_s = linger_s
         self._lock = threading.Lock()
         self._generation = 0  # of the keeper that was told
-        self._address: Address | None = None
+        self._address: KeeperAddress | None = None
         self._kept: set[str] = set()
         self._settled: Settled | None = None
         self._starts = 0
@@ -45,7 +46,7 @@ class LingeringMemory:
         """Return the memory of earlier processes of this job on this node. The caller closes it."""
         return take(self._job)
 
-    def settle(self, rank: int, record: Record, needed: Iterable[SharedMemory], taken: Sequence[Taken]) -> None:
+    def settle(self, rank: int, record: MemoryRecord, needed: Iterable[SharedMemory], taken: Sequence[Taken]) -> None:
         """A restore is over: keep what is `needed` with this record, and have the others give up what was taken."""
         with self._lock:
             regions = list(needed)
@@ -63,21 +64,21 @@ class LingeringMemory:
 
     def close(self) -> None:
         """Give up the memory. The keeper does it at once, and is not waited for. Idempotent."""
-        self._end(lingers=False)
+        if self._end():
+            self._keeper.tell(GiveUp())  # also if an interrupt has left it unknown what that was told
 
     def leave(self) -> None:
-        """Leave the memory to the next processes. Idempotent; nothing else may follow."""
-        self._end(lingers=True)
+        """Leave the memory to the next processes, as soon as `Keeper.release` is called. Idempotent; the last call."""
+        self._end()
 
-    def _end(self, *, lingers: bool) -> None:
+    def _end(self) -> bool:
+        """Tell nothing any more; return whether this is the first call."""
         with self._lock:
             was_closed, self._closed = self._closed, True
-            if was_closed:
-                return
             self._keeper.pump()
-            self._keeper.tell(End(lingers))  # also if an interrupt has left it unknown what that was told
             if self._address is not None and self._keeper.generation != self._generation:  # that one has died
                 self._address.remove()
+            return not was_closed
 
     def _sync(self, regions: list[SharedMemory], *, settle: bool = False) -> None:
         """Tell the keeper what has changed; all, if it is a new one."""
@@ -91,16 +92,16 @@ class LingeringMemory:
             self._closed = True
             self._forget()
             with contextlib.suppress(OSError):
-                self._keeper.tell(End(lingers=False))
+                self._keeper.tell(GiveUp())
             _log.warning("the memory of this rank will not outlive it: its keeper cannot be started: %s", error)
 
     def _tell(self, regions: list[SharedMemory]) -> None:
         """Tell the regions to keep. An interrupt may have told some of them: the keeper ignores those."""
         wanted = {region.region_id: region for region in regions if not region.closed}
         for key in self._kept - wanted.keys():
-            self._keeper.tell(Drop(key))
+            self._keeper.tell(DropRegion(key))
         for key in wanted.keys() - self._kept:
-            self._keeper.tell(Keep(key, wanted[key].size), wanted[key].fd)
+            self._keeper.tell(keep_message(wanted[key]), wanted[key].fd)
         self._kept = set(wanted)
 
     def _begin(self) -> bool:

@@ -2,14 +2,17 @@
 
 trainer --- Fork + socket ------------------------------------------------▶ keeper        workers
 trainer ◀-- ForkedWorker + pidfd, Exited ---------------------------------- keeper
-trainer --- Linger + listener, then Keep + memfd, Drop, Settled, End -----▶ keeper        memory
+trainer --- Linger + listener, then KeepRegion, DropRegion, Settled ------▶ keeper        memory
+trainer --- GiveUp -------------------------------------------------------▶ keeper, or its replica process
+worker  --- KeepRegion, DropRegion ---------------------------------------▶ keeper        see `worker_memory`
+trainer --- KeepRegion, DropRegion ---------------------------------------▶ writer        see `ckpt.async_calls`
+trainer ◀-- Notice, Finished ---------------------------------------------- workers
 
 taker   ◀-- Greeting ---------------------- keeper        both prove that they know the secret of the keeper
         --- Greeting ---------------------▶
         ◀-- Greeting ----------------------
-        --- Take -------------------------▶
-        ◀-- Region + memfd for each, Kept --
-        --- Release ----------------------▶               the memory is given up
+        ◀-- KeepRegion for each, Kept -----               the memory is kept nevertheless
+        --- GiveUp -----------------------▶               if a newer keeper has what is needed of it
         ◀-- Kept --------------------------
 
 Free of torch. The memory itself is passed as a descriptor, and not read here.
@@ -18,6 +21,7 @@ Free of torch. The memory itself is passed as a descriptor, and not read here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from inprocess.ipc.packets import Channel, Codec
 from inprocess.ipc.proofs import proof
@@ -27,29 +31,28 @@ __all__ = [
     "PUBLIC",
     "Control",
     "ControlChannel",
-    "Drop",
-    "End",
+    "DropRegion",
     "Exited",
-    "Greeting",
-    "Keep",
-    "Kept",
-    "Linger",
-    "Public",
-    "Record",
-    "Region",
-    "Release",
-    "Settled",
+    "Finished",
     "Fork",
     "ForkedWorker",
-    "Take",
+    "GiveUp",
+    "Greeting",
+    "KeepRegion",
+    "Kept",
+    "Linger",
+    "MemoryRecord",
+    "Notice",
+    "Public",
+    "Settled",
     "greeting",
 ]
 
-_PROTOCOL = b"ckpt linger 2"
+_PROTOCOL = b"ckpt linger 3"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class MemoryRecord:
     """What the trainer says about its memory, for who takes it over.
 
     `start` is the number of the start of the job that the memory is of, larger than those before it. `origin` is the
@@ -98,6 +101,28 @@ class Exited:
     how: str
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A worker tells its trainer something about an order, by the number that the trainer gave to that."""
+
+    index: int
+    event: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An order is done. `error` is empty if it succeeded, else the last line of `traceback`, if there is one.
+
+    It took from `began_ns` to `ended_ns` of CLOCK_MONOTONIC, which all processes of a host share.
+    """
+
+    index: int
+    began_ns: int
+    ended_ns: int
+    error: str = ""
+    traceback: str = ""
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -117,15 +142,16 @@ class Linger:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """Keep the memory that is sent with this."""
+class KeepRegion:
+    """Keep the memory whose descriptor is sent with this, until `DropRegion`. `name` is that of `SharedMemory`."""
 
     key: str
     size: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropRegion:
     """Keep it no longer."""
 
     key: str
@@ -135,24 +161,22 @@ class Drop:
 class Settled:
     """A restore is over: the record of the memory from now on. Have the keepers in `taken` give up theirs.
 
-    What is needed of it was sent in a `Keep` before.
+    What is needed of it was sent in a `KeepRegion` before.
     """
 
     rank: int
-    record: Record
+    record: MemoryRecord
     taken: list[str]
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The trainer needs the memory no longer; with `lingers` the next processes may."""
-
-    lingers: bool
+class GiveUp:
+    """All memory that the receiver keeps is not needed any more."""
 
 
-Control = Fork | ForkedWorker | Exited | Linger | Keep | Drop | Settled | End
+Control = Fork | ForkedWorker | Exited | Linger | KeepRegion | DropRegion | Settled | GiveUp
 ControlChannel = Channel[Control]
-CONTROL: Codec[Control] = Codec(Fork, ForkedWorker, Exited, Linger, Keep, Drop, Settled, End)
+CONTROL: Codec[Control] = Codec(Fork, ForkedWorker, Exited, Linger, KeepRegion, DropRegion, Settled, GiveUp)
 
 
 # -- at the socket -----------------------------------------------------------------------------------------------------
@@ -167,31 +191,14 @@ class Greeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
-    """Send all memory. It is kept nevertheless, until `Release`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """One region, whose memory is sent with this."""
-
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Give up the memory: a newer keeper has what is needed of it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Kept:
-    """The end of an answer. Without a record the trainer of this memory is alive, and the request was refused."""
+    """The end of an answer. Without a record the trainer of this memory is alive, and none was sent."""
 
-    record: Record | None
+    record: MemoryRecord | None
 
 
-Public = Greeting | Take | Region | Release | Kept
-PUBLIC: Codec[Public] = Codec(Greeting, Take, Region, Release, Kept)
+Public = Greeting | KeepRegion | Kept | GiveUp
+PUBLIC: Codec[Public] = Codec(Greeting, KeepRegion, Kept, GiveUp)
 
 
 def greeting(secret: str, who: bytes, job: str, first: str, second: str) -> str:

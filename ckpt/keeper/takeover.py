@@ -26,13 +26,13 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ckpt.keeper.messages import PUBLIC, Greeting, Kept, Public, Record, Region, Release, Take, greeting
+from ckpt.keeper.messages import PUBLIC, GiveUp, Greeting, KeepRegion, Kept, MemoryRecord, Public, greeting
 from inprocess.ipc.packets import Packet, PacketError, receive, send
 from inprocess.ipc.proofs import NONCE_BYTES, job_secret
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.unix_sockets import connect, private_directory, remove_socket
 
-__all__ = ["Address", "Job", "Taken", "release", "release_all", "take"]
+__all__ = ["KeeperAddress", "Job", "Taken", "release", "release_all", "take"]
 
 _log = logging.getLogger("ckpt")
 _TIMEOUT_S = 5.0  # for all keepers together: what they keep is not needed
@@ -69,14 +69,14 @@ class Job:
         """A text without zero bytes that only this job on this node has."""
         return hashlib.sha256(f"{self.name}\0{self.root}\0{self.node}".encode(errors="surrogateescape")).hexdigest()
 
-    def new_address(self) -> Address:
+    def new_address(self) -> KeeperAddress:
         """Return where a keeper of this job can listen. OSError if there is no private directory."""
-        return Address(os.path.join(private_directory(), f"{self._prefix}{secrets.token_hex(4)}"))
+        return KeeperAddress(os.path.join(private_directory(), f"{self._prefix}{secrets.token_hex(4)}"))
 
-    def addresses(self) -> list[Address]:
+    def addresses(self) -> list[KeeperAddress]:
         """Return the addresses of all keepers of this job on this node. OSError."""
         pattern = os.path.join(glob.escape(private_directory()), f"{self._prefix}*.key")
-        return [Address(path.removesuffix(".key")) for path in sorted(glob.glob(pattern))]
+        return [KeeperAddress(path.removesuffix(".key")) for path in sorted(glob.glob(pattern))]
 
     @property
     def _prefix(self) -> str:
@@ -85,7 +85,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class KeeperAddress:
     """The files of one keeper: `base` with two endings."""
 
     base: str
@@ -133,8 +133,8 @@ class Address:
 class Taken:
     """The memory of one keeper: regions, which the taker closes, and their record."""
 
-    address: Address
-    record: Record
+    address: KeeperAddress
+    record: MemoryRecord
     regions: tuple[SharedMemory, ...]
 
     def close(self) -> None:
@@ -154,7 +154,9 @@ def take(job: Job) -> list[Taken]:
     deadline = time.monotonic() + _TIMEOUT_S
     for address in addresses:
         try:
-            if (taken := _take(address, job, max(_LEAST_S, deadline - time.monotonic()))) is not None:
+            with _greeted(address, job, max(_LEAST_S, deadline - time.monotonic())) as connection:
+                taken = _taken(connection, address)
+            if taken is not None:
                 found.append(taken)
         except ConnectionRefusedError:
             address.remove()  # its process is dead: it listens as long as there is a key
@@ -164,10 +166,14 @@ def take(job: Job) -> list[Taken]:
     return found
 
 
-def release(address: Address, job: Job) -> None:
+def release(address: KeeperAddress, job: Job) -> None:
     """Have a keeper give up its memory; return when it has. OSError, EOFError or PacketError if that fails."""
     with _greeted(address, job) as connection:
-        send(connection, PUBLIC, Release())
+        taken = _taken(connection, address)
+        if taken is None:
+            raise PacketError(f"the trainer of the memory kept at {address.socket} is alive")
+        taken.close()
+        send(connection, PUBLIC, GiveUp())
         _receive(connection)
 
 
@@ -175,35 +181,34 @@ def release_all(bases: Iterable[str], job: Job) -> int:
     """Have keepers give up their memory, by their addresses, as far as they can be reached; return 0."""
     for base in bases:
         with contextlib.suppress(OSError, EOFError, PacketError):  # another rank was faster, or it expires
-            release(Address(base), job)
+            release(KeeperAddress(base), job)
     return 0
 
 
-def _take(address: Address, job: Job, timeout_s: float) -> Taken | None:
+def _taken(connection: socket.socket, address: KeeperAddress) -> Taken | None:
+    """Return the memory that a keeper sends after the greeting; None if its trainer is alive."""
     regions: list[SharedMemory] = []
     try:
-        with _greeted(address, job, timeout_s) as connection:
-            send(connection, PUBLIC, Take())
-            while len(regions) <= _MAX_REGIONS:
-                packet = _receive(connection)
-                match packet.message, packet.fds:
-                    case Region(size), (fd,):
-                        regions.append(_region(fd, size))
-                    case Kept(None), ():
-                        return None  # its trainer is alive
-                    case Kept(Record() as record), () if _is_valid(record):
-                        return Taken(address, record, tuple(regions))
-                    case _:
-                        packet.close_fds()
-                        raise PacketError(f"an unexpected {type(packet.message).__name__}")
-            raise PacketError(f"more than {_MAX_REGIONS} regions")
+        while len(regions) <= _MAX_REGIONS:
+            packet = _receive(connection)
+            match packet.message, packet.fds:
+                case KeepRegion(_, size), (fd,):
+                    regions.append(_region(fd, size))
+                case Kept(None), ():
+                    return None
+                case Kept(MemoryRecord() as record), () if _is_valid(record):
+                    return Taken(address, record, tuple(regions))
+                case _:
+                    packet.close_fds()
+                    raise PacketError(f"an unexpected {type(packet.message).__name__}")
+        raise PacketError(f"more than {_MAX_REGIONS} regions")
     except BaseException:
         for region in regions:
             region.close()
         raise
 
 
-def _is_valid(record: Record) -> bool:
+def _is_valid(record: MemoryRecord) -> bool:
     pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in record.fences)
     return pairs and all(type(number) is int for pair in record.fences for number in pair)
 
@@ -217,7 +222,7 @@ def _region(fd: int, size: int) -> SharedMemory:
 
 
 @contextlib.contextmanager
-def _greeted(address: Address, job: Job, timeout_s: float = _TIMEOUT_S) -> Iterator[socket.socket]:
+def _greeted(address: KeeperAddress, job: Job, timeout_s: float = _TIMEOUT_S) -> Iterator[socket.socket]:
     """Yield a connection on which both ends have proved that they know the secret, and mean the same job."""
     secret = address.read_key()
     with connect(address.socket, timeout_s) as connection:

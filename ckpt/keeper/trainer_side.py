@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 from ckpt.keeper.messages import CONTROL, Control, ControlChannel, Exited, Fork, ForkedWorker
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin, in_forked_children
-from inprocess.ipc.packets import Channel, Codec
-from inprocess.ipc.process import start_module
+from inprocess.ipc.packets import Channel, Codec, Packet
+from inprocess.ipc.process import has_ended, start_module
 
 __all__ = ["Keeper", "Worker"]
 
@@ -47,6 +47,7 @@ class Keeper:
         self._has_orders = False  # it was told something about memory, which it must do
         self._asked: set[int] = set()  # the workers that this process was asked for
         self._next_worker_id = 0
+        self._wanted: set[int] = set()  # the workers of which it is to be known how they start and end
         self._started: dict[int, tuple[int, int]] = {}  # pid and pidfd, until `take_started`
         self._exits: dict[int, str] = {}
         in_forked_children(self.release)
@@ -88,6 +89,7 @@ class Keeper:
             assert self._control is not None
             self._next_worker_id += 1
             self._asked.add(self._next_worker_id)
+            self._wanted.add(self._next_worker_id)
             self._control.send(Fork(self._next_worker_id, program, nice, io_class, io_level), fd)
             return self._next_worker_id
 
@@ -115,9 +117,23 @@ class Keeper:
             match packet.message, packet.fds:
                 case ForkedWorker(worker_id, pid), (pidfd,):
                     self._started[worker_id] = (pid, pidfd)
+                    self._forget_unwanted(worker_id)
                 case Exited(worker_id, how), ():
                     self._exits[worker_id] = how
+                    self._forget_unwanted(worker_id)
             self._is_up = True
+
+    def forget(self, worker_id: int) -> None:
+        """Forget a worker that was released. Idempotent; without the lock, as `release`."""
+        self._wanted.discard(worker_id)
+        self._forget_unwanted(worker_id)
+
+    def _forget_unwanted(self, worker_id: int) -> None:
+        # Called after each change of the three: whichever of two threads comes last closes the descriptor, once.
+        if worker_id not in self._wanted:
+            self._exits.pop(worker_id, None)
+            if (started := self._started.pop(worker_id, None)) is not None:
+                os.close(started[1])
 
     def give_up_start(self, worker_id: int) -> None:
         """Kill a keeper that is still starting, and has no order but that for this worker.
@@ -152,7 +168,7 @@ class Keeper:
     def close(self, ending: Deadline) -> None:
         """Wait until all workers and the keeper have ended, until the deadline, then kill the keeper. Idempotent.
 
-        The memory that it was told to let linger must be ended before.
+        The memory that it keeps must be given up before.
         """
         if (process := self._process) is None or (control := self._control) is None:
             return
@@ -174,10 +190,14 @@ class Keeper:
             process.kill()
 
     def release(self) -> None:
-        """Close the connection without waiting: the keeper ends by itself after its workers. Idempotent."""
+        """Close the connection without waiting: the keeper ends by itself after its workers. Idempotent.
+
+        It keeps memory as after the death of this process, unless it was told to give that up.
+        """
         control, process, self._control, self._process = self._control, self._process, None, None
         started, self._started = self._started, {}  # first, so that nothing is closed twice after an interrupt
         if control is not None:
+            control.end_sending()  # a child of this process, forked by foreign code, may hold the connection
             control.close()
         for _, pidfd in started.values():
             os.close(pidfd)
@@ -224,16 +244,10 @@ def _wait_end(process: subprocess.Popen[bytes], deadline: Deadline) -> None:
         return
     pidfd = os.pidfd_open(process.pid)  # not reaped yet, so the pid is still its own
     try:
-        ended = _is_over(pidfd, deadline)
+        ended = has_ended(pidfd, deadline)
     finally:
         os.close(pidfd)
     process.wait(None if ended else 0)
-
-
-def _is_over(pidfd: int, deadline: Deadline) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(deadline.poll_ms()))
 
 
 class Worker(Generic[M]):
@@ -272,18 +286,20 @@ class Worker(Generic[M]):
 
     def is_dead(self, deadline: Deadline | None = None) -> bool:
         """Return whether the process is known to be dead, now or until the deadline."""
-        return self.pidfd is not None and _is_over(self.pidfd, deadline or Deadline(0.0))
+        return self.pidfd is not None and has_ended(self.pidfd, deadline)
 
-    def receive(self, take: Callable[[M], None]) -> bool:
-        """Call `take` with each message that has arrived. True when the process is dead and all it sent was taken.
+    def receive(self, take: Callable[[Packet[M]], None]) -> bool:
+        """Send what waits to be sent, and call `take` with each packet that has arrived, which owns its descriptors.
 
-        Does not wait. Call `Keeper.pump` before.
+        Does not wait. Returns whether the process is dead, and all that it sent is taken.
         """
+        self._keeper.pump()
+        self.channel.flush()
         self.refresh()
         is_dead = self.is_dead()  # checked first: if so, all that it ever sent is in the channel
         try:
             while (packet := self.channel.receive()) is not None:
-                take(packet.message)
+                take(packet)
         except EOFError:
             return True
         return is_dead  # a dead process without an end of the channel: a child of it still holds that
@@ -342,6 +358,7 @@ class Worker(Generic[M]):
         pidfd, self.pidfd = self.pidfd, None  # first, so that nothing is closed twice after an interrupt
         if pidfd is not None:
             os.close(pidfd)
+        self._keeper.forget(self.worker_id)
 
     def __del__(self) -> None:
         if hasattr(self, "worker_id"):  # an exception may have interrupted whatever wanted it

@@ -1,6 +1,6 @@
 """Memory that a worker has outside of itself: when it dies, the next worker of its program gets it.
 
-    worker (`WorkerMemory`) ─── Keep + memfd, Drop ──▶ keeper (`LeftMemory`) ─── fork ──▶ next worker (`WorkerMemory`)
+    worker (`WorkerMemory`) ─ KeepRegion, DropRegion ─▶ keeper (`LeftMemory`) ─── fork ──▶ next worker (`WorkerMemory`)
 
 The keeper has descriptors and reads nothing. A worker may be killed at any instruction: so it describes in each region
 what that holds, and not in a message.
@@ -9,17 +9,17 @@ what that holds, and not in a message.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-from collections.abc import Mapping
 
-from ckpt.keeper.messages import Drop, Keep
+from ckpt.keeper.kept_regions import Regions, keep_message
+from ckpt.keeper.messages import DropRegion, KeepRegion
 from inprocess.ipc.packets import Channel, Codec, PacketError
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["LeftMemory", "WorkerMemory"]
 
-_CODEC: Codec[Keep | Drop] = Codec(Keep, Drop)
+_Message = KeepRegion | DropRegion
+_CODEC: Codec[_Message] = Codec(KeepRegion, DropRegion)
 
 
 class WorkerMemory:
@@ -28,9 +28,9 @@ class WorkerMemory:
     Nothing here waits. Of a keeper that has died, or takes nothing, the memory is lost with this worker.
     """
 
-    def __init__(self, link: socket.socket, left: Mapping[str, tuple[int, int]]) -> None:
-        """Own the socket and the regions, of which descriptor and size are given by key."""
-        self.left = [SharedMemory(fd, size, "ckpt-left", key) for key, (fd, size) in left.items()]
+    def __init__(self, link: socket.socket, left: Regions) -> None:
+        """Own the socket and the regions."""
+        self.left = list(left.values())
         """The regions of the worker before, which the caller closes."""
         self._told = set(left)
         self._channel = Channel(link, _CODEC)
@@ -38,13 +38,13 @@ class WorkerMemory:
     def keep(self, region: SharedMemory) -> None:
         """Have the keeper keep a region."""
         self._told.add(region.region_id)
-        self._send(Keep(region.region_id, region.size), region.fd)
+        self._send(keep_message(region), region.fd)
 
     def drop(self, region_id: str) -> None:
         """Have the keeper give up a region."""
         if region_id in self._told:
             self._told.remove(region_id)
-            self._send(Drop(region_id))
+            self._send(DropRegion(region_id))
 
     def close(self) -> None:
         """Have the keeper give up all of them. Idempotent."""
@@ -54,7 +54,7 @@ class WorkerMemory:
             self._channel.flush()
         self._channel.close()
 
-    def _send(self, message: Keep | Drop, *fds: int) -> None:
+    def _send(self, message: _Message, *fds: int) -> None:
         with contextlib.suppress(OSError):  # the kernel has no memory, or this process no descriptor left
             self._channel.send(message, *fds)
 
@@ -63,11 +63,11 @@ class LeftMemory:
     """In the keeper: the memory of the workers of one program, of which one has it at a time."""
 
     def __init__(self) -> None:
-        self._regions: dict[str, tuple[int, int]] = {}  # descriptor and size
-        self._link: Channel[Keep | Drop] | None = None
+        self._regions = Regions()
+        self._link: Channel[_Message] | None = None
 
     @property
-    def link(self) -> Channel[Keep | Drop] | None:
+    def link(self) -> Channel[_Message] | None:
         """The connection to the worker, to poll; None if there is none."""
         return self._link
 
@@ -77,13 +77,8 @@ class LeftMemory:
             return
         try:
             while (packet := self._link.receive()) is not None:
-                match packet.message, packet.fds:
-                    case Keep(key, size), (fd,) if key not in self._regions:
-                        self._regions[key] = fd, size
-                    case Drop(key), () if key in self._regions:
-                        os.close(self._regions.pop(key)[0])
-                    case _:
-                        packet.close_fds()
+                if not self._regions.take_in(packet):
+                    packet.close_fds()
         except (EOFError, PacketError):
             self._unlink()
 
@@ -97,15 +92,13 @@ class LeftMemory:
     def hand_over(self, link: socket.socket) -> WorkerMemory:
         """In the worker just forked: return its memory."""
         self._unlink()
-        regions, self._regions = self._regions, {}
+        regions, self._regions = self._regions, Regions()
         return WorkerMemory(link, regions)
 
     def forget(self) -> None:
         """Close everything: there will be no worker any more, or this is a fork with another purpose. Idempotent."""
         self._unlink()
-        for fd, _ in self._regions.values():
-            os.close(fd)
-        self._regions = {}
+        self._regions.close()
 
     def _unlink(self) -> None:
         link, self._link = self._link, None

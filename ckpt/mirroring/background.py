@@ -17,13 +17,14 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
-import cloudpickle
-
 from ckpt.arguments import in_seconds
+from ckpt.async_calls.call import pickled
+from ckpt.async_calls.messages import Run
 from ckpt.errors import CheckpointError
 from ckpt.events import MirrorDone, MirrorFailed
+from ckpt.keeper.messages import Finished, Notice
 from ckpt.keeper.trainer_side import Keeper, Worker
-from ckpt.mirroring.messages import CODEC, Begun, Done, Due, Failed, Message, Setup
+from ckpt.mirroring.mirror_messages import CODEC, MIRROR, CopyEnded, Due, MirrorMessage
 from ckpt.mirroring.options import Mirror
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.saving.recover import Branch
@@ -33,7 +34,7 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
-from inprocess.ipc.interpreter import import_path
+from inprocess.ipc.packets import Packet
 
 __all__ = ["BackgroundMirror"]
 
@@ -47,6 +48,7 @@ _POLL_S = 0.02
 _ASK_S = 5.0
 _RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
 _NICE = 19
+_CAUSE_CHARACTERS = 4000
 _COORDINATOR = 0
 
 
@@ -83,7 +85,7 @@ class BackgroundMirror:
         self._let_go: set[SaveId] = set()  # due, and not held in the first root any more
         self._owner = 0
         self._is_failing = False  # what was tried last is to be tried again
-        self._worker: Worker[Message] | None = None
+        self._worker: Worker[MirrorMessage] | None = None
         self._last_words = ""
         self._start_at, self._restart_s = 0.0, _RESTART_S
         in_forked_children(self._disconnect)
@@ -118,7 +120,7 @@ class BackgroundMirror:
         if self._rank != _COORDINATOR:
             return []
         if self._worker is not None:
-            self._receive(self._worker)
+            self._worker.receive(self._note)
         self._begun &= set(in_flight)
         waiting = sorted({*self._due, *self._begun}, key=lambda save: (save.owner, save.step))
         let_go, kept = waiting[: -self._options.held], waiting[-self._options.held :]
@@ -158,10 +160,8 @@ class BackgroundMirror:
 
     def poll(self) -> None:
         """Note what the worker has done; have another one forked if it has died. Does not wait for it."""
-        if self._worker is not None:
-            self._worker.channel.flush()
-            if self._receive(self._worker):
-                self._died(self._worker)
+        if self._worker is not None and self._worker.receive(self._note):
+            self._died(self._worker)
         if self._due and self._worker is None and time.monotonic() >= self._start_at:
             self._start()
 
@@ -181,7 +181,7 @@ class BackgroundMirror:
         self.poll()
         for save in self._missing(ending):
             why = "the Checkpointer was closed before; a later job goes on with it"
-            self._failed(Failed(save, why, again=False))
+            self._failed(save, why, again=False)
         self._end(wait=not self._due)
         self._due.clear()
 
@@ -212,52 +212,46 @@ class BackgroundMirror:
         self._start_at = time.monotonic() + self._restart_s
         self._restart_s = min(2 * self._restart_s, _LONGEST_RESTART_S)
         try:
-            policy = cloudpickle.dumps(keep_policy(self._options.keep))
-            self._worker = self._new_worker(policy)
+            self._worker = self._new_worker()
         except Exception as error:  # a policy of the user may raise anything
-            self._failed(Failed(None, f"its worker cannot be started: {error}", again=True))
+            self._failed(None, f"its worker cannot be started: {error}", again=True)
 
-    def _new_worker(self, policy: bytes) -> Worker[Message]:
-        options = self._options
-        setup = Setup(
-            self._rank,
-            self._root.path,
-            self._root.options,
-            self._mirror.path,
-            self._mirror_options,
-            options.bandwidth,
-            in_seconds(options.close_timeout),
-            self._owner,
-            self._node_local,
-            import_path(),
+    def _new_worker(self) -> Worker[MirrorMessage]:
+        arguments = pickled(
+            {
+                "root": (self._root.path, self._root.options),
+                "mirror": (self._mirror.path, self._mirror_options),
+                "keep": keep_policy(self._options.keep),
+                "bandwidth": self._options.bandwidth,
+                "close_s": in_seconds(self._options.close_timeout),
+                "rank": self._rank,
+                "token": self._owner,
+                "node_local": self._node_local,
+            },
+            {},
         )
-        worker = Worker(self._keeper, "mirror", CODEC, nice=_NICE, io_class="idle")
         try:
-            with open(os.memfd_create("ckpt-mirror", os.MFD_CLOEXEC), "wb") as stream:
-                stream.write(policy)
-                stream.flush()
-                worker.channel.send(setup, stream.fileno())
-            for due in self._due.values():
-                worker.channel.send(due)
-        except BaseException:
-            worker.release()
-            raise
+            worker = Worker(self._keeper, "mirror", CODEC, nice=_NICE, io_class="idle")
+            try:
+                worker.channel.send(Run(MIRROR), arguments)
+                for due in self._due.values():
+                    worker.channel.send(due)
+            except BaseException:
+                worker.release()
+                raise
+        finally:
+            os.close(arguments)
         return worker
 
-    def _receive(self, worker: Worker[Message]) -> bool:
-        """Note what the worker has sent. True when it is dead and everything it sent has been read."""
-        self._keeper.pump()
-        return worker.receive(self._note)
-
-    def _note(self, report: Message) -> None:
-        match report:
-            case Begun(token) if token:
+    def _note(self, packet: Packet[MirrorMessage]) -> None:
+        match packet.message:
+            case Notice(_, {"owner": int(token)}):
                 self._owner = token
-            case Begun():
+            case Notice(_, {"begun": str()}):
                 self._is_failing = False
-            case Done(save, is_due=False):
-                self._due.pop(save, None)
-            case Done(save, nbytes, seconds):
+            case Notice(_, {"not_due": str(name)}):
+                self._due = {save: due for save, due in self._due.items() if save.name != name}
+            case CopyEnded(save, nbytes, seconds, ""):
                 step = save.step
                 self._is_failing, self._last_done = False, save
                 self._due.pop(save, None)
@@ -266,30 +260,30 @@ class BackgroundMirror:
                 _log.log(level, "copied step %d to %s: %d bytes, %.1f s", step, self._mirror.path, nbytes, seconds)
                 if is_observed() and self._rank == _COORDINATOR:
                     emit(MirrorDone(time.time(), self._rank, step, self._mirror.path, nbytes, seconds))
-            case Failed(None, cause):
-                self._last_words = cause
-            case Failed(SaveId() as save):
-                if not report.again:
+            case CopyEnded(save, error=cause, again=again):
+                if not again:
                     self._due.pop(save, None)
-                self._failed(report)
+                self._failed(save, cause, again=again)
+            case Finished(traceback=trace):
+                self._last_words = trace[-_CAUSE_CHARACTERS:].strip()
 
-    def _failed(self, report: Failed) -> None:
-        self._is_failing = report.again
-        step = None if report.save is None else report.save.step
+    def _failed(self, save: SaveId | None, cause: str, *, again: bool) -> None:
+        """Tell that a step is not in the mirror; None if the mirror cannot be used."""
+        self._is_failing = again
+        step = None if save is None else save.step
         what = "the mirror" if step is None else f"step {step} is not in the mirror"
-        later = "; it is tried again" if report.again else ""
-        is_only_here = self._node_local is not None and not report.again  # rank 0 does not know the cause
+        later = "; it is tried again" if again else ""
+        is_only_here = self._node_local is not None and not again  # rank 0 does not know the cause
         level = logging.WARNING if self._rank == _COORDINATOR or is_only_here else logging.DEBUG
-        _log.log(level, "%s %s: %s%s", what, self._mirror.path, report.cause, later)
+        _log.log(level, "%s %s: %s%s", what, self._mirror.path, cause, later)
         if is_observed() and self._rank == _COORDINATOR:
-            cause = shortened(report.cause)
-            emit(MirrorFailed(time.time(), self._rank, step, self._mirror.path, cause, report.again))
+            emit(MirrorFailed(time.time(), self._rank, step, self._mirror.path, shortened(cause), again))
 
-    def _died(self, worker: Worker[Message]) -> None:
+    def _died(self, worker: Worker[MirrorMessage]) -> None:
         """Note that the worker has ended although it was not asked to."""
         how, words = worker.how_it_ends(_EXIT_WAIT_S), self._last_words
         self._disconnect()
-        self._failed(Failed(None, f"its worker {how}{f': {words}' if words else ''}", again=True))
+        self._failed(None, f"its worker {how}{f': {words}' if words else ''}", again=True)
         self._start_at = max(self._start_at, time.monotonic() + self._restart_s / 2)
 
     def _end(self, *, wait: bool) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from ckpt.errors import CheckpointError
-from ckpt.mirroring.messages import Due
+from ckpt.mirroring.mirror_messages import Due
 from ckpt.storage.names import SaveId
 from ckpt.storage.step_source import HeldStep
 

@@ -1,9 +1,9 @@
-"""The worker that copies steps to a mirror; see `background`. The first message is its `Setup`.
+"""The worker that copies steps to a mirror; see `background`. Its first message has its arguments.
 
     trainer ── Due ──▶ thread: wanted saves; the newest that waits is held ──▶ main thread: copy it, remove old ones
        │                └── end of the connection: the trainer has closed or has died;
        │                    what is wanted is copied for a while, then this ends
-       ◀── Begun, Done, Failed ── both
+       ◀── CopyEnded, Notice ── both
 
 The newest wanted save is copied first. A step that fails because a root cannot be reached is tried again, with growing
 pauses, as long as it exists.
@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ckpt.async_calls.call import unpickled
+from ckpt.async_calls.writer_main import failed
 from ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -30,7 +29,8 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.keeper.forking import let_go_of_terminal
-from ckpt.mirroring.messages import CODEC, Begun, Done, Due, Failed, Report, Setup
+from ckpt.keeper.messages import Notice
+from ckpt.mirroring.mirror_messages import CODEC, MIRROR, CopyEnded, Due, Report
 from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
 from ckpt.mirroring.wanted import Wanted
 from ckpt.saving.recover import adopt
@@ -39,6 +39,7 @@ from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.leases import Lease
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
+from ckpt.storage.options import StorageOptions
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.roots import open_root
@@ -62,19 +63,37 @@ _COORDINATOR = 0
 class _MirrorWorker:
     """Copies wanted steps, in the main thread of its process, and owns the mirror meanwhile."""
 
-    def __init__(self, setup: Setup, keep: Keep | None, report: Callable[[Report], None]) -> None:
-        self._root = open_root(setup.root, setup.root_options)
-        self._mirror = open_root(setup.mirror, setup.mirror_options)
-        self._packs = None if setup.node_local is None else NodePacks(setup.node_local, self._root)
-        self._setup = setup
+    def __init__(
+        self,
+        report: Callable[[Report], None],
+        root: tuple[str, StorageOptions | None],
+        mirror: tuple[str, StorageOptions | None],
+        keep: Keep | None,
+        bandwidth: float | None,
+        close_s: float,
+        rank: int,
+        token: int,
+        node_local: str | None,
+    ) -> None:
+        """Copy from a root to another one, each given by path and options.
+
+        The worker of rank 0 owns the mirror and publishes; the others copy the shares of their ranks. With
+        `node_local`, the directory of this node with pack files of the root, each can copy only what is on its node.
+        `token` is that which an earlier worker of this job had in the mirror, or 0.
+        """
+        self._root = open_root(*root)
+        self._mirror = open_root(*mirror)
+        self._packs = None if node_local is None else NodePacks(node_local, self._root)
+        self._rank = rank
         self._keep = keep
+        self.close_s = close_s
         self._report = report
         self.stopping = threading.Event()
-        self._throttle = Throttle(setup.bandwidth, self.stopping)
+        self._throttle = Throttle(bandwidth, self.stopping)
         self.wanted = Wanted(self._hold)
-        self._leads = setup.rank == _COORDINATOR
+        self._leads = rank == _COORDINATOR
         self._job = 0  # the token in the first root of the job that has taken over the mirror
-        self._token = setup.before
+        self._token = token
         self._lease: Lease | None = None
         self._fenced = 0  # jobs with this token and smaller ones do not own the mirror any more
         self._reported_s = -_REPORT_S
@@ -87,7 +106,7 @@ class _MirrorWorker:
         if due.is_due or self._is_due(due.save):
             self.wanted.add(due)
         else:
-            self._report(Done(due.save, is_due=False))
+            self._report(Notice(MIRROR, {"not_due": due.save.name}))
 
     def _is_due(self, save: SaveId) -> bool:
         """Return whether rank 0 wants a save to be copied, as the step records. True if that cannot be read now.
@@ -123,7 +142,7 @@ class _MirrorWorker:
                 break
             if ended is None:  # a newer one is wanted, which comes first
                 continue
-            if isinstance(ended, Failed) and ended.again:
+            if ended.again:
                 now = time.monotonic()
                 if now - self._reported_s >= _REPORT_S:
                     self._reported_s = now
@@ -134,7 +153,7 @@ class _MirrorWorker:
             self.wanted.drop(due)
             pause_s = _FIRST_PAUSE_S
             self._report(ended)  # the step is not held any more
-            if isinstance(ended, Done) and self._leads:
+            if self._leads and not ended.error:
                 with contextlib.suppress(CheckpointError):  # the next copy does it, or finds out why not
                     self._remove()
 
@@ -146,7 +165,12 @@ class _MirrorWorker:
             with contextlib.suppress(CheckpointError):
                 self._mirror.ownership.release(self._token, _COORDINATOR)
 
-    def _try(self, due: Due) -> Done | Failed | None:
+    def _try(self, due: Due) -> CopyEnded | None:
+        begin = time.monotonic()
+
+        def failed(cause: object, *, again: bool) -> CopyEnded:
+            return CopyEnded(due.save, 0, time.monotonic() - begin, str(cause), again)
+
         try:
             try:
                 if self._leads:
@@ -160,15 +184,15 @@ class _MirrorWorker:
         except FencedError as error:
             if self._lease is None:
                 self._fenced = max(self._fenced, due.token)
-            return Failed(due.save, str(error), again=self._lease is not None)
+            return failed(error, again=self._lease is not None)
         except CheckpointNotFoundError as error:
-            return Failed(due.save, f"the step was removed before it was copied: {error}", again=False)
+            return failed(f"the step was removed before it was copied: {error}", again=False)
         except StorageError as error:
-            return Failed(due.save, str(error), again=True)
+            return failed(error, again=True)
         except CheckpointError as error:  # some of them are OSErrors, too
-            return Failed(due.save, str(error), again=False)
+            return failed(error, again=False)
         except OSError as error:
-            return Failed(due.save, str(error), again=True)
+            return failed(error, again=True)
 
     def _own(self, due: Due) -> None:
         """Become the owner of the mirror for a job, and take over what an earlier owner has left there."""
@@ -181,7 +205,7 @@ class _MirrorWorker:
         mirror.make()
         self._token = mirror.ownership.claim_as(due.token, self._token)
         self._lease = mirror.ownership.leases(self._token).register(_COORDINATOR, Process.here(), lambda: False)
-        self._report(Begun(self._token))
+        self._report(Notice(MIRROR, {"owner": self._token}))
         mirror.refresh()
         for save in mirror.pending():
             if self._root.save_of(save.step) == save.name:
@@ -195,7 +219,7 @@ class _MirrorWorker:
             self._lease.close()
         self._lease, self._job = None, 0
 
-    def _copy(self, due: Due) -> Done:
+    def _copy(self, due: Due) -> CopyEnded:
         begin = time.monotonic()
         self._own(due)
         held = self.wanted.held(due.save)
@@ -207,9 +231,9 @@ class _MirrorWorker:
             if not held.still_there:
                 raise CheckpointNotFoundError(str(error)) from error
             raise
-        return Done(due.save, copy.nbytes, time.monotonic() - begin)
+        return CopyEnded(due.save, copy.nbytes, time.monotonic() - begin)
 
-    def _help(self, due: Due) -> Done | None:
+    def _help(self, due: Due) -> CopyEnded | None:
         """Copy the share of this rank in each copy that the process of rank 0 has begun, until `due` is among them.
 
         With node-local pack files it is what this node has, and also of copies that an earlier job has begun: the
@@ -234,20 +258,21 @@ class _MirrorWorker:
                     return None
                 self._throttle.pause(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
-        return Done(save, nbytes, time.monotonic() - begin)
+        return CopyEnded(save, nbytes, time.monotonic() - begin)
 
     def _help_with(self, save: SaveId) -> int:
         """Copy what this process has to copy of a step, if its copy has begun; return how many bytes."""
+        begin = time.monotonic()
         try:
             with self._root.hold_step(save.step, lease=False) as held:
                 source = held.source if self._packs is None else self._packs.source(save.step, held.source)
                 copy = StepCopy(source, self._mirror, save.owner, self._throttle)
                 if not copy.has_begun:
                     return 0
-                self._report(Begun())
-                copy.copy_share(self._setup.rank)
+                self._report(Notice(MIRROR, {"begun": save.name}))
+                copy.copy_share(self._rank)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-            self._report(Failed(save, str(error), again=False))
+            self._report(CopyEnded(save, 0, time.monotonic() - begin, str(error)))
             self._helped.add(save.name)
             return 0
         self._helped.add(save.name)
@@ -299,27 +324,22 @@ class _Absence:
 
 
 def run(trainer: socket.socket) -> None:
-    """Copy until the trainer closes its end, and for the time of the setup after that."""
+    """Copy until the trainer closes its end, and for `Mirror.close_timeout` after that."""
     os.chdir("/")  # not to keep the trainer's directory in use
 
     def report(what: Report) -> None:
-        if isinstance(what, Failed):
-            what = replace(what, cause=what.cause[:_CAUSE_CHARACTERS])
+        if isinstance(what, CopyEnded):
+            what = replace(what, error=what.error[:_CAUSE_CHARACTERS])
         with contextlib.suppress(OSError):  # the trainer has ended
             send(trainer, CODEC, what)
 
     with _last_words(report):
         try:
-            packet = receive(trainer, CODEC)
+            (fd,) = receive(trainer, CODEC).fds
         except EOFError:
             return  # the trainer could not send it
-        setup, (fd,) = packet.message, packet.fds
-        assert isinstance(setup, Setup)
-        sys.path[:] = setup.import_path
-        with open(fd, "rb") as stream:
-            stream.seek(0)  # the offset is shared with the process that wrote it
-            keep: Keep | None = pickle.load(stream)
-        worker = _MirrorWorker(setup, keep, report)
+        worker = _MirrorWorker(report, **unpickled(fd, {}))
+        os.close(fd)
 
         def listen() -> None:
             with _last_words(report):
@@ -327,7 +347,7 @@ def run(trainer: socket.socket) -> None:
                     worker.take(due)
                 let_go_of_terminal()
                 worker.wanted.close()
-                worker.stopping.wait(setup.close_s)
+                worker.stopping.wait(worker.close_s)
                 worker.stopping.set()
                 time.sleep(_END_S)
                 os._exit(1)
@@ -340,10 +360,11 @@ def run(trainer: socket.socket) -> None:
 @contextlib.contextmanager
 def _last_words(report: Callable[[Report], None]) -> Iterator[None]:
     """Report an exception of the block, in whichever thread, and end the process."""
+    began_ns = time.monotonic_ns()
     try:
         yield
-    except Exception:
-        report(Failed(None, traceback.format_exc()[-_CAUSE_CHARACTERS:].strip(), again=True))
+    except Exception as error:
+        report(failed(MIRROR, began_ns, error))
         os._exit(1)
 
 

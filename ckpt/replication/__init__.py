@@ -8,11 +8,12 @@
     replica     what is replicated, from where, to where
     buddies     which rank holds the replica of which
     memory      what a holder has: anonymous shared memory, used again and again, also by the next process
-    tcp, tcp_server, connection, messages   the transport over TCP
+    tcp, tcp_server, connection    the transport over TCP
+    replica_messages    the messages of all of them
     limiter     the limit of bandwidth
     sender      one transfer after the other
     worker      the replica process of a rank, forked by its keeper
-    process, control    the trainer's end of it, and what they tell each other
+    process     the trainer's end of it
 
 Free of torch.
 """

@@ -1,4 +1,4 @@
-"""One end of a TCP connection between two processes of a job: greeting, messages and blocks (see `messages`)."""
+"""One end of a TCP connection between two processes of a job: greeting, messages, blocks (see `replica_messages`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import time
 
 from ckpt.native import crc32c
 from ckpt.replication.limiter import BLOCK_BYTES, Limiter
-from ckpt.replication.messages import CODEC, PROTOCOL, Message
 from ckpt.replication.replica import Address, Piece
+from ckpt.replication.replica_messages import PEERS, PROTOCOL, PeerMessage
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.proofs import NONCE_BYTES, PROOF_BYTES, fresh_nonce, proof
 from inprocess.ipc.suspension import Suspension
@@ -103,12 +103,12 @@ class Connection:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         """Send a message."""
-        data = CODEC.encode(message)
+        data = PEERS.encode(message)
         self._send(_LENGTH.pack(len(data)) + self._sending.sign(self._key, data) + data, self._until())
 
-    def receive(self, within_s: float | None = None) -> Message:
+    def receive(self, within_s: float | None = None) -> PeerMessage:
         """Receive a message, within `silence_s` or another time. ConnectionResetError at the end."""
         until = self._until() if within_s is None else time.monotonic() + within_s
         size = int(_LENGTH.unpack(self._receive_exactly(_LENGTH.size, until))[0])
@@ -118,7 +118,7 @@ class Connection:
         data = self._receive_exactly(size, until)
         if not hmac.compare_digest(signature, self._receiving.sign(self._key, data)):
             raise PacketError("a message with a wrong signature")
-        return CODEC.decode(data)
+        return PEERS.decode(data)
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 

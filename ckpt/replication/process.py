@@ -12,21 +12,20 @@ import os
 import select
 from collections.abc import Sequence
 
+from ckpt.keeper.messages import DropRegion, GiveUp, Notice
 from ckpt.keeper.trainer_side import Keeper, Worker
-from ckpt.replication.control import (
-    CODEC,
-    Abort,
+from ckpt.replication.replica import Address, Replica, TransportError
+from ckpt.replication.replica_messages import (
+    CONTROL,
     Admit,
     Answer,
     ControlMessage,
-    Ended,
-    Leave,
-    Lend,
-    ListHeld,
+    Held,
+    List,
     Retain,
     Send,
 )
-from ckpt.replication.replica import Address, Replica, TransportError
+from ckpt.replication.sender import Sent
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.packets import Packet
@@ -47,12 +46,13 @@ class ReplicaWorker:
         """Ask for the process, without waiting for it. OSError if that cannot be done."""
         self._keeper = keeper
         self._linger_s = linger_s
-        self._ended: list[Ended] = []
+        self._sending: dict[int, Replica] = {}  # by the number of the request
+        self._ended: list[Sent] = []
         self._gone = False
         self._has_started = False  # it has answered
         self._is_silent = False  # it did not answer the last request in time, and has said nothing since
         self._requests = itertools.count(1)
-        self._worker: Worker[ControlMessage] = Worker(keeper, "replicas", CODEC, nice=_NICE)
+        self._worker: Worker[ControlMessage] = Worker(keeper, "replicas", CONTROL, nice=_NICE)
         self._channel = self._worker.channel
         in_forked_children(self.leave)
 
@@ -79,38 +79,40 @@ class ReplicaWorker:
             self._channel.send(Admit(request, host, secret, bandwidth, limit_bytes, self._linger_s), trainer)
         finally:
             os.close(trainer)
-        answer, _ = self._wait_for(request)
-        if answer.address is None:
-            raise TransportError(answer.error)
-        return answer.address
+        match self._wait_for(request).message:
+            case Notice(_, {"port": int(port)}):
+                self._wait_for(request)
+                return Address(host, port)
+            case Answer(_, error):
+                raise TransportError(error)
+        raise TransportError("the replica process does not say where it listens")
 
     def send(self, replica: Replica, fd: int, holder: Address, keep: str | None) -> None:
         """Have the memory of a slot sent; it must stay as it is until `poll` returns the end."""
-        self._channel.send(Send(replica, holder, keep), fd)
+        request = next(self._requests)
+        self._sending[request] = replica
+        self._channel.send(Send(request, replica, holder, keep), fd)
 
     def abort(self) -> None:
         """Give up what is being sent; `poll` returns the ends."""
-        self._channel.send(Abort())
+        for replica in self._sending.values():
+            self._channel.send(DropRegion(replica.snapshot))
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[Sent]:
         """Return which transfers have ended since the last call, without waiting."""
-        self._channel.flush()
-        try:
-            while not self._gone and (packet := self._channel.receive()) is not None:
-                self._note(packet)
-        except EOFError:
-            self._gone = True
+        if not self._gone:
+            self._gone = self._worker.receive(self._note)
         ended, self._ended = self._ended, []
         return ended
 
     def held(self) -> list[tuple[Replica, SharedMemory]]:
         """Return what it holds for others: the memory, which the caller closes, has the slot and the documents."""
         request = next(self._requests)
-        self._channel.send(ListHeld(request))
+        self._channel.send(List(request))
         found: list[tuple[Replica, SharedMemory]] = []
         try:
-            while (answer := self._wait_for(request))[0].replica is not None:
-                replica, (fd,) = answer[0].replica, answer[1]
+            while isinstance((answer := self._wait_for(request)).message, Held):
+                replica, (fd,) = answer.message.replica, answer.fds
                 region_id = f"{replica.snapshot}/{replica.rank}"
                 found.append((replica, SharedMemory(fd, replica.slot_bytes, "ckpt-replica", region_id)))
         except BaseException:
@@ -123,7 +125,7 @@ class ReplicaWorker:
         """Let other nodes read these slots, by their descriptors, until `retain`."""
         for replica, fd in slots:
             request = next(self._requests)
-            self._channel.send(Lend(request, replica), fd)
+            self._channel.send(Held(request, replica), fd)
             self._wait_for(request)
 
     def retain(self, snapshots: Sequence[str]) -> None:
@@ -134,7 +136,7 @@ class ReplicaWorker:
         """End the process, and wait for its end until the deadline, at most for some seconds. Idempotent."""
         if self._channel.fileno() < 0:
             return
-        self._channel.send(Leave())
+        self._channel.send(GiveUp())
         self._worker.end((ending or Deadline(_EXIT_WAIT_S)).within(_EXIT_WAIT_S))
         self._gone = True
 
@@ -144,13 +146,14 @@ class ReplicaWorker:
         self._gone = True
 
     def _note(self, packet: Packet[ControlMessage]) -> None:
-        """Keep what is no answer, and drop the answer to a request that was interrupted."""
-        if isinstance(packet.message, Ended):
-            self._ended.append(packet.message)
+        """Keep the end of a transfer, and drop the answer to a request that was interrupted."""
+        match packet.message:
+            case Answer(number, error) if number in self._sending:
+                self._ended.append(Sent(self._sending.pop(number), error))
         packet.close_fds()
 
-    def _wait_for(self, request: int) -> tuple[Answer, tuple[int, ...]]:
-        """Return the next answer to a request, and its descriptors; what else arrives is noted."""
+    def _wait_for(self, request: int) -> Packet[ControlMessage]:
+        """Return the next part of the answer to a request; what else arrives is noted."""
         limit_s = _ANSWER_S if self._has_started else _START_S
         deadline = Deadline(0.0 if self._is_silent else limit_s)
         while True:
@@ -164,8 +167,9 @@ class ReplicaWorker:
                 self._has_started = True
                 if self._is_silent:  # it goes on
                     self._is_silent, deadline = False, Deadline(limit_s)
-                if isinstance(packet.message, Answer) and packet.message.request == request:
-                    return packet.message, packet.fds
+                match packet.message:
+                    case Answer(number) | Held(number) | Notice(number) if number == request:
+                        return packet
                 self._note(packet)
                 continue
             if deadline.is_over:

@@ -26,13 +26,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Sent:
-    """A transfer has ended: the holder has the replica, or `error` says why not.
+    """A transfer has ended: the holder has the replica, or `error`, which is empty then, says why not.
 
     One that a newer one replaced before it had begun has ended, too.
     """
 
     replica: Replica
-    error: str | None
+    error: str
 
 
 class Sender:
@@ -49,6 +49,7 @@ class Sender:
         self._limiter = Limiter(bandwidth)  # of the transfer in flight
         self._changed = threading.Condition()
         self._waiting: Transfer | None = None
+        self._in_flight: Replica | None = None  # or the last one
         self._closing = False
         self._thread = JoinableThread(self._run, "ckpt-replicas-send")
         self._thread.start()
@@ -61,13 +62,16 @@ class Sender:
         if replaced is not None:
             self._ended(Sent(replaced.replica, "superseded by a newer one before it was sent"))
 
-    def abort(self) -> None:
-        """Give up what is in flight and what waits."""
+    def give_up(self, replica: Replica) -> None:
+        """Send this replica no further, whether it is in flight or waits."""
         with self._changed:
-            replaced, self._waiting = self._waiting, None
-            self._limiter.stop()
-        if replaced is not None:
-            self._ended(Sent(replaced.replica, "given up before it was sent"))
+            waits = self._waiting is not None and self._waiting.replica == replica
+            if waits:
+                self._waiting = None
+            elif self._in_flight == replica:
+                self._limiter.stop()
+        if waits:
+            self._ended(Sent(replica, "given up before it was sent"))
 
     def close(self) -> None:
         """Give up what is in flight, and end the thread. Idempotent."""
@@ -84,14 +88,15 @@ class Sender:
     def _next(self) -> Transfer | None:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._waiting is not None)
-            if self._closing:
-                return None
             transfer, self._waiting = self._waiting, None
+            if self._closing or transfer is None:
+                return None
+            self._in_flight = transfer.replica
             self._limiter = Limiter(self._bandwidth)  # an earlier one may be stopped
             return transfer
 
-    def _send(self, transfer: Transfer) -> str | None:
-        """Return why the holder does not have the replica; None if it has."""
+    def _send(self, transfer: Transfer) -> str:
+        """Return why the holder does not have the replica; an empty text if it has."""
         limiter = self._limiter  # only this thread replaces it
         try:
             self._transport.store(
@@ -99,4 +104,4 @@ class Sender:
             )
         except TransportError as error:
             return "given up by this rank" if limiter.is_stopped else str(error)
-        return None
+        return ""

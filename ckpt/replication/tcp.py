@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from types import TracebackType
@@ -11,14 +12,15 @@ from typing import Self
 from ckpt.replication.connection import BlockError, Connection
 from ckpt.replication.limiter import Limiter
 from ckpt.replication.memory import ReplicaMemory
-from ckpt.replication.messages import Confirmed, Held, List, Message, Read, Refused, Store
 from ckpt.replication.replica import Address, Piece, Replica, TransportError
+from ckpt.replication.replica_messages import Answer, Held, List, PeerMessage, Read, StoreReplica
 from ckpt.replication.tcp_server import TcpServer
 from inprocess.ipc.packets import PacketError
 
 __all__ = ["SILENCE_S", "RemoteHolder", "TcpTransport"]
 
 SILENCE_S = 30.0
+_FIRST = 1  # the number of the first request of a connection
 _READ_BYTES = 64 << 20  # of one request
 _FAULTED_IN_PER_S = 256 << 20  # bytes; a holder with new memory is faster than that
 
@@ -62,11 +64,11 @@ class TcpTransport:
         ):
             connection.connect(holder)
             connection.greet_holder(self._secret)
-            connection.send(Store(replica, keep))
-            _expect(Confirmed, connection.receive(self._silence_s + replica.nbytes / _FAULTED_IN_PER_S))
+            connection.send(StoreReplica(_FIRST, replica, keep))
+            _check(connection.receive(self._silence_s + replica.nbytes / _FAULTED_IN_PER_S), _FIRST)
             for piece in pieces:
                 connection.send_piece(piece, limiter)
-            _expect(Confirmed, connection.receive())
+            _check(connection.receive(), _FIRST)
 
     def open(self, holder: Address) -> RemoteHolder:
         """Connect to a holder, to read. TransportError."""
@@ -87,16 +89,17 @@ class RemoteHolder:
     def __init__(self, address: Address, connection: Connection) -> None:
         self._address = address
         self._connection = connection
+        self._numbers = itertools.count(_FIRST)  # of requests
 
     def replicas(self) -> list[Replica]:
         """Return the complete replicas of the holder. TransportError."""
         found = []
         with _failures_of(self._address):
-            self._connection.send(List())
-            while not isinstance(message := self._connection.receive(), Confirmed):
-                _expect(Held, message)
-                assert isinstance(message, Held)
+            number = next(self._numbers)
+            self._connection.send(List(number))
+            while isinstance(message := self._connection.receive(), Held) and message.number == number:
                 found.append(message.replica)
+            _check(message, number)
         return found
 
     def read_into(self, replica: Replica, offset: int, memory: memoryview) -> None:
@@ -104,8 +107,9 @@ class RemoteHolder:
         with _failures_of(self._address):
             for start in range(0, len(memory), _READ_BYTES):
                 part = memory[start : start + _READ_BYTES]
-                self._connection.send(Read(replica, offset + start, len(part)))
-                _expect(Confirmed, self._connection.receive())
+                number = next(self._numbers)
+                self._connection.send(Read(number, replica, offset + start, len(part)))
+                _check(self._connection.receive(), number)
                 if not self._connection.receive_blocks(part):
                     raise BlockError("a checksum is wrong: bytes changed on the way")
 
@@ -126,11 +130,12 @@ class _RefusedError(Exception):
     """The holder refuses the request."""
 
 
-def _expect(kind: type[Message], message: Message) -> None:
-    if isinstance(message, Refused):
-        raise _RefusedError(message.why)
-    if not isinstance(message, kind):
-        raise PacketError(f"{type(message).__name__} instead of {kind.__name__}")
+def _check(message: PeerMessage, number: int) -> None:
+    """Raise unless a message says that a request is accepted, or done."""
+    if not isinstance(message, Answer) or message.number != number:
+        raise PacketError(f"{message!r:.200} instead of the answer to request {number}")
+    if message.error:
+        raise _RefusedError(message.error)
 
 
 @contextmanager

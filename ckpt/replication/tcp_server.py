@@ -16,8 +16,8 @@ import time
 from ckpt.replication.connection import BlockError, Connection
 from ckpt.replication.limiter import Limiter
 from ckpt.replication.memory import ReplicaMemory
-from ckpt.replication.messages import Confirmed, Held, List, Message, Read, Refused, Store
-from ckpt.replication.replica import Address, Piece, Replica, TransportError
+from ckpt.replication.replica import Address, Piece, TransportError
+from ckpt.replication.replica_messages import Answer, Held, List, PeerMessage, Read, StoreReplica
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.threads import JoinableThread
 
@@ -142,7 +142,7 @@ class TcpServer:
         finally:
             self._forget(connection, threading.current_thread())
 
-    def _next_request(self, connection: Connection) -> Message:
+    def _next_request(self, connection: Connection) -> PeerMessage:
         with self._changed:
             self._idle[connection] = time.monotonic()
         try:
@@ -159,57 +159,58 @@ class TcpServer:
             self._threads.discard(thread)
             self._changed.notify_all()
 
-    def _handle(self, connection: Connection, message: Message) -> None:
+    def _handle(self, connection: Connection, message: PeerMessage) -> None:
         match message:
-            case Store(replica, keep):
-                self._store(connection, replica, keep)
-            case List():
+            case StoreReplica():
+                self._store(connection, message)
+            case List(number):
                 for replica in self._memory.replicas():
-                    connection.send(Held(replica))
-                connection.send(Confirmed())
+                    connection.send(Held(number, replica))
+                connection.send(Answer(number))
             case Read():
                 self._read(connection, message)
             case _:
                 raise PacketError(f"{type(message).__name__} is not a request")
 
-    def _store(self, connection: Connection, replica: Replica, keep: str | None) -> None:
+    def _store(self, connection: Connection, request: StoreReplica) -> None:
+        number = request.number
         try:
-            arrival = self._memory.begin(replica, keep)
+            arrival = self._memory.begin(request.replica, request.keep)
         except TransportError as error:
-            connection.send(_refusal(error))
+            connection.send(_refusal(number, error))
             return
         try:
-            connection.send(Confirmed())
+            connection.send(Answer(number))
             sound = connection.receive_blocks(arrival.memory)
         except BaseException:
             self._memory.discard(arrival)
             raise
         if not sound:
             self._memory.discard(arrival)
-            connection.send(Refused("a checksum is wrong: bytes changed on the way, or while they were sent"))
+            connection.send(Answer(number, "a checksum is wrong: bytes changed on the way, or while they were sent"))
             return
         try:
             self._memory.complete(arrival)
         except TransportError as error:
-            connection.send(_refusal(error))
+            connection.send(_refusal(number, error))
             return
-        connection.send(Confirmed())
+        connection.send(Answer(number))
 
     def _read(self, connection: Connection, request: Read) -> None:
-        replica, offset, nbytes = request.replica, request.offset, request.nbytes
+        number, replica, offset, nbytes = request.number, request.replica, request.offset, request.nbytes
         if not (offset >= 0 and nbytes > 0 and offset + nbytes <= replica.nbytes):
-            connection.send(Refused(f"{nbytes} bytes at {offset} are not in a replica of {replica.nbytes}"))
+            connection.send(Answer(number, f"{nbytes} bytes at {offset} are not in a replica of {replica.nbytes}"))
             return
         try:
             with self._memory.reading(replica) as region:
-                connection.send(Confirmed())
+                connection.send(Answer(number))
                 connection.send_piece(Piece(region, offset, nbytes), self._unlimited)
         except TransportError as error:
-            connection.send(_refusal(error))
+            connection.send(_refusal(number, error))
 
 
-def _refusal(error: TransportError) -> Refused:
-    return Refused(str(error)[:_WHY_CHARACTERS])
+def _refusal(number: int, error: TransportError) -> Answer:
+    return Answer(number, str(error)[:_WHY_CHARACTERS])
 
 
 def _listen(host: str) -> socket.socket:

@@ -20,27 +20,26 @@ import time
 from collections import deque
 
 from ckpt.keeper.forking import let_go_of_terminal
+from ckpt.keeper.messages import DropRegion, GiveUp, Notice
 from ckpt.keeper.worker_memory import WorkerMemory
-from ckpt.replication.control import (
-    CODEC,
-    Abort,
+from ckpt.replication.memory import ReplicaMemory
+from ckpt.replication.replica import Piece, Replica, TransportError
+from ckpt.replication.replica_messages import (
+    CONTROL,
     Admit,
     Answer,
     ControlChannel,
     ControlMessage,
-    Ended,
-    Leave,
-    Lend,
-    ListHeld,
+    Held,
+    List,
     Retain,
     Send,
 )
-from ckpt.replication.memory import ReplicaMemory
-from ckpt.replication.replica import Piece, Replica, TransportError
 from ckpt.replication.sender import Sender, Sent, Transfer
 from ckpt.replication.tcp import TcpTransport
 from ckpt.replication.tcp_server import TcpServer
 from inprocess.ipc.packets import Packet
+from inprocess.ipc.process import has_ended
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.wakeup import Wakeup
 
@@ -63,7 +62,7 @@ class _ReplicaLoop:
         self._sender: Sender | None = None
         self._wake = Wakeup()
         self._sent: deque[Sent] = deque()  # filled by the sender's thread
-        self._sending: dict[Replica, tuple[SharedMemory, float]] = {}
+        self._sending: dict[Replica, tuple[int, SharedMemory]] = {}  # the number of the request, and the memory
 
     def run(self) -> None:
         """Serve the trainer until it leaves; if it dies, serve others for a while."""
@@ -76,20 +75,22 @@ class _ReplicaLoop:
         finally:
             self._close_transport()
             self._memory.close()
-            for region, _ in self._sending.values():
+            for _, region in self._sending.values():
                 region.close()
             self._wake.close()
             self._channel.close()
             self._know_trainer(-1)
 
     def _serve_trainer(self) -> bool:
-        """Return when the trainer is gone: whether it ended without `Leave`."""
+        """Return when the trainer is gone: whether it ended without `GiveUp`."""
         while True:
-            is_dead = self._is_trainer_dead()  # before the channel is read, so that no message is missed
+            is_dead = self._trainer >= 0 and has_ended(
+                self._trainer
+            )  # before the channel is read, so that no message is missed
             self._channel.flush()
             try:
                 while (packet := self._channel.receive()) is not None:
-                    if isinstance(packet.message, Leave):
+                    if isinstance(packet.message, GiveUp):
                         return False
                     self._handle(packet)
             except EOFError:
@@ -105,12 +106,6 @@ class _ReplicaLoop:
             poll.poll()  # no deadline: the trainer's death ends it
             self._wake.clear()
 
-    def _is_trainer_dead(self) -> bool:
-        poll = select.poll()
-        if self._trainer >= 0:
-            poll.register(self._trainer, select.POLLIN)
-        return bool(poll.poll(0))
-
     def _know_trainer(self, pidfd: int) -> None:
         known, self._trainer = self._trainer, pidfd
         if known >= 0:
@@ -119,43 +114,45 @@ class _ReplicaLoop:
     def _linger(self) -> None:
         """Let others read. What this rank was sending is given up: its trainer is dead."""
         let_go_of_terminal()
-        if self._sender is not None:
-            self._sender.abort()
+        self._give_up(*self._sending)
         if self._server is not None:
             time.sleep(self._linger_s)
 
     def _report(self) -> None:
         while self._sent:
             sent = self._sent.popleft()
-            region, begin = self._sending.pop(sent.replica)
+            number, region = self._sending.pop(sent.replica)
             region.close()
-            self._channel.send(Ended(sent.replica, (sent.error or "")[:_WHY_CHARACTERS], time.monotonic() - begin))
+            self._channel.send(Answer(number, sent.error[:_WHY_CHARACTERS]))
 
     def _handle(self, packet: Packet[ControlMessage]) -> None:
         match packet.message, packet.fds:
             case Admit() as admit, (pidfd,):
                 self._know_trainer(pidfd)
-                self._channel.send(self._admit(admit))
+                self._channel.send(Answer(admit.number, self._admit(admit)))
             case Send() as send, (fd,):
                 self._send(send, SharedMemory(fd, send.replica.nbytes, "ckpt-slot", send.replica.snapshot))
-            case Abort(), () if self._sender is not None:
-                self._sender.abort()
+            case DropRegion(snapshot), ():
+                self._give_up(*(replica for replica in self._sending if replica.snapshot == snapshot))
             case Retain(snapshots), ():
                 self._memory.retain(snapshots)
-            case Lend(request, replica), (fd,):
+            case Held(number, replica), (fd,):
                 region = SharedMemory(fd, replica.nbytes, "ckpt-slot", replica.snapshot)
                 try:
                     self._memory.lend(replica, region)
                 except TransportError:  # what is there was verified on arrival, and serves as well
                     region.close()
-                self._channel.send(Answer(request))
-            case ListHeld(request), ():
-                self._list_held(request)
+                self._channel.send(Answer(number))
+            case List(number), ():
+                self._list_held(number)
             case _:
                 packet.close_fds()
 
-    def _admit(self, admit: Admit) -> Answer:
-        """Begin to serve, or go on with another secret at another port: who has not got that one is cut off."""
+    def _admit(self, admit: Admit) -> str:
+        """Begin to serve, or go on with another secret at another port: who has not got that one is cut off.
+
+        Tell the port, or return the error.
+        """
         self._close_transport()
         self._report()
         self._memory.limit_bytes, self._linger_s = admit.limit_bytes, admit.linger_s
@@ -163,29 +160,35 @@ class _ReplicaLoop:
             transport = TcpTransport(admit.host, admit.secret)
             self._server = transport.serve(self._memory)
         except (OSError, ValueError) as error:
-            return Answer(admit.request, f"replicas cannot be received at {admit.host}: {error}"[:_WHY_CHARACTERS])
+            return f"replicas cannot be received at {admit.host}: {error}"[:_WHY_CHARACTERS]
         self._sender = Sender(transport, admit.bandwidth, self._ended)
-        return Answer(admit.request, address=self._server.address)
+        self._channel.send(Notice(admit.number, {"port": self._server.address.port}))
+        return ""
 
     def _send(self, send: Send, region: SharedMemory) -> None:
         replica = send.replica
         if self._sender is None or replica in self._sending:
             region.close()
-            self._channel.send(Ended(replica, "it is being sent already, or nothing can be sent", 0.0))
+            self._channel.send(Answer(send.number, "it is being sent already, or nothing can be sent"))
             return
-        self._sending[replica] = region, time.monotonic()
+        self._sending[replica] = send.number, region
         self._sender.submit(Transfer(replica, (Piece(region, 0, replica.nbytes),), send.holder, send.keep))
+
+    def _give_up(self, *replicas: Replica) -> None:
+        for replica in replicas:
+            if self._sender is not None:
+                self._sender.give_up(replica)
 
     def _ended(self, sent: Sent) -> None:
         """Note the end of a transfer. Runs in the thread of the sender, too."""
         self._sent.append(sent)
         self._wake.set()
 
-    def _list_held(self, request: int) -> None:
+    def _list_held(self, number: int) -> None:
         for replica in self._memory.replicas():
             with contextlib.suppress(TransportError), self._memory.reading(replica) as region:
-                self._channel.send(Answer(request, replica=replica), region.fd)
-        self._channel.send(Answer(request))
+                self._channel.send(Held(number, replica), region.fd)
+        self._channel.send(Answer(number))
 
     def _close_transport(self) -> None:
         sender, server, self._sender, self._server = self._sender, self._server, None, None
@@ -198,4 +201,4 @@ class _ReplicaLoop:
 def run(worker_socket: socket.socket, kept: WorkerMemory) -> None:
     """Be a replica process, for the trainer at the other end of the socket."""
     os.chdir("/")
-    _ReplicaLoop(ControlChannel(worker_socket, CODEC), kept).run()
+    _ReplicaLoop(ControlChannel(worker_socket, CONTROL), kept).run()

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ckpt.keeper.messages import Record
+from ckpt.keeper.messages import MemoryRecord
 from ckpt.saving.share import ShareOf
 from ckpt.storage.names import SaveId, parse_save_name
 
@@ -66,7 +66,7 @@ class LeftBranch:
 class Earlier:
     """What a rank has taken over of a process that is dead, and what that has recorded about it."""
 
-    record: Record
+    record: MemoryRecord
     shares: tuple[ShareOf, ...] = ()
 
 
@@ -98,11 +98,11 @@ class Offer:
         return [*self.shares, *(share for earlier in self.earlier for share in earlier.shares)]
 
     @property
-    def record(self) -> Record:
+    def record(self) -> MemoryRecord:
         """The record of the memory of this rank, for its holder."""
         left = self.left
         fences = list(map(list, self.fences))
-        return Record(self.start, self.origin, self.token, fences, self.root, left.number, sorted(left.saves))
+        return MemoryRecord(self.start, self.origin, self.token, fences, self.root, left.number, sorted(left.saves))
 
     def encode(self) -> bytes:
         """Return it as JSON, with ranks as ranges: a few hundred bytes."""
@@ -116,7 +116,7 @@ class Offer:
     def decode(cls, data: bytes) -> Offer:
         """Return what `encode` has encoded."""
         (node, start, origin, token, now_ms, root), held, fences, taken, (number, left_saves), saves = json.loads(data)
-        earlier = tuple(Earlier(Record(**record), _unpacked(shares)) for record, shares in taken)
+        earlier = tuple(Earlier(MemoryRecord(**record), _unpacked(shares)) for record, shares in taken)
         left = LeftBranch(number, frozenset(left_saves))
         staged = tuple((str(name), int(restart), int(order)) for name, restart, order in saves)
         return cls(node, _unpacked(held), _fences(fences), start, origin, token, now_ms, earlier, root, left, staged)

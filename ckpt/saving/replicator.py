@@ -31,10 +31,10 @@ from ckpt.options import Snapshots
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.group import Group
 from ckpt.ranks.rounds import Round, value_of
-from ckpt.replication.control import Ended
 from ckpt.replication.memory import usable_bytes
 from ckpt.replication.process import ReplicaWorker
 from ckpt.replication.replica import Address, Replica, TransportError
+from ckpt.replication.sender import Sent
 from ckpt.replication.tcp import TcpTransport
 from ckpt.saving.remote_share import RemoteShare
 from ckpt.saving.replica_addresses import addresses_of_buddies, own_address
@@ -81,7 +81,7 @@ class Replicator:
         self._sending: dict[Replica, Slot] = {}  # also what is left of earlier rounds
         self._bytes = 0
         self._pause_s, self._next_at = 0.0, 0.0  # after a round that has failed, on rank 0
-        self._ended: Ended | None = None  # of this round, not told yet
+        self._ended: Sent | None = None  # of this round, not told yet
         self._is_to_send = False
         self._tried: str | None = None  # the snapshot that rank 0 began a round with last
         self._told: list[str] = []  # what ranks knew to be replicated when they met, in the order of steps
@@ -248,7 +248,7 @@ class Replicator:
         """Return the round in which ranks arrive when they have ended, and which is decided if one has failed."""
         return Round(store, f"{self._prefix}/{self._round.number}", self._ranks.world_size)
 
-    def _note_ends(self, ends: Iterable[Ended]) -> None:
+    def _note_ends(self, ends: Iterable[Sent]) -> None:
         for end in ends:
             self._sending.pop(end.replica, None)
             if end.replica.snapshot == self._round.snapshot and self._prefix:
@@ -256,7 +256,7 @@ class Replicator:
             self._pin()
 
     def _fail_all(self, why: str) -> None:
-        self._note_ends([Ended(replica, why, 0.0) for replica in list(self._sending)])
+        self._note_ends([Sent(replica, why) for replica in list(self._sending)])
 
     def _pin(self) -> None:
         """Keep the slots that are sent, and those that are needed with the replicas of others; free the others."""

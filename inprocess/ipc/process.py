@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, cast
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.interpreter import command_of
 
-__all__ = ["Process", "end_process", "start_module"]
+__all__ = ["Process", "end_process", "has_ended", "start_module"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +127,10 @@ def end_process(process: subprocess.Popen[bytes], deadline: Deadline) -> None:
             process.wait(_KILLED_WAIT_S)
         except subprocess.TimeoutExpired:
             process.returncode = -signal.SIGKILL
+
+
+def has_ended(pidfd: int, deadline: Deadline | None = None) -> bool:
+    """Return whether the process of a pidfd has ended, now or until the deadline."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0 if deadline is None else deadline.poll_ms()))

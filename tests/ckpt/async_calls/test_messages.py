@@ -1,6 +1,7 @@
 import pytest
 
-from ckpt.async_calls.messages import CODEC, Event, Finished
+from ckpt.async_calls.messages import CODEC
+from ckpt.keeper.messages import Finished, Notice
 from ckpt.ranks.failure import clip
 from inprocess.ipc.packets import PacketError
 
@@ -19,6 +20,6 @@ def test_clip_keeps_both_ends(text: str) -> None:
 
 def test_event_must_be_small_json() -> None:
     with pytest.raises(PacketError, match="JSON"):
-        CODEC.encode(Event(0, {"x": object()}))
+        CODEC.encode(Notice(0, {"x": object()}))
     with pytest.raises(PacketError, match="limit"):
-        CODEC.encode(Event(0, {"x": "y" * 200_000}))
+        CODEC.encode(Notice(0, {"x": "y" * 200_000}))

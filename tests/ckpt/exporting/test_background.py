@@ -73,7 +73,10 @@ def exporter() -> psutil.Process:
 
 
 def gate(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, process: str) -> Path:
-    """Have processes of this name wait before they import a module, and return the file that lets them go on."""
+    """Have processes of this name wait before they import a module, and return the file that lets them go on.
+
+    As soon as one waits, there is a file `waits` beside it.
+    """
     (folder / "hook").mkdir()
     go = folder / "go"
     code = f"""
@@ -81,6 +84,7 @@ import os, sys, time
 class Gate:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r} and open("/proc/self/comm").read().strip() == {process!r}:
+            open({str(folder / "waits")!r}, "w").close()
             while not os.path.exists({str(go)!r}):
                 time.sleep(0.02)
 sys.meta_path.insert(0, Gate())
@@ -150,6 +154,7 @@ def test_an_exporter_that_is_killed_leaves_nothing(
     options = ExportOptions(tmp_path / "out", every=1, prefix="model")
     with Checkpointer(tmp_path / "root", queue=queue, export=options) as checkpointer:
         checkpointer.save(state(1), 1)
+        wait_until(stopped.with_name("waits").exists)  # one that has not begun is replaced
         exporter().send_signal(signal.SIGKILL)
         wait_until(lambda: "killed by signal 9" in caplog.text, checkpointer.maybe_finalize)
         stopped.touch()

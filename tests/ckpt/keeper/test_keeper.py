@@ -17,8 +17,8 @@ import pytest
 
 from ckpt.keeper import takeover
 from ckpt.keeper.lingering import LingeringMemory
-from ckpt.keeper.messages import PUBLIC, Greeting
-from ckpt.keeper.takeover import Address, Job, Taken, release, take
+from ckpt.keeper.messages import PUBLIC, Greeting, greeting
+from ckpt.keeper.takeover import Job, KeeperAddress, Taken, release, take
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.packets import receive, send
@@ -120,6 +120,21 @@ def test_memory_is_taken_when_the_trainer_is_dead_and_kept_until_it_is_released(
     assert take(JOB) == []
 
 
+def test_a_taker_that_is_late_gets_nothing_that_was_given_up(trainer: Callable[..., Trainer]) -> None:
+    """One that is being answered when another one gives up the memory."""
+    trainer().kill()
+    (found,) = taken()
+    secret, ours = found.address.read_key(), "0" * 32
+    with connect(found.address.socket, 20.0) as late:
+        challenge = receive(late, PUBLIC).message
+        assert isinstance(challenge, Greeting)
+        release(found.address, JOB)
+        with contextlib.suppress(OSError):
+            send(late, PUBLIC, Greeting(ours, greeting(secret, b"taker", JOB.digest, challenge.nonce, ours)))
+        with pytest.raises((EOFError, ConnectionResetError)):
+            receive(late, PUBLIC)
+
+
 def test_a_clean_end_leaves_nothing(runtime: Path, trainer: Callable[..., Trainer]) -> None:
     first = trainer()
     first.tell("close")
@@ -133,6 +148,14 @@ def test_a_trainer_that_leaves_it_to_the_next_ones(runtime: Path, trainer: Calla
     assert first.process.poll() is None
     release(taken()[0].address, JOB)
     no_keepers_are_left(runtime)
+
+
+def test_a_trainer_that_leaves_it_while_a_child_has_the_connection(trainer: Callable[..., Trainer]) -> None:
+    first = trainer()
+    first.tell("fork in foreign code")
+    first.tell("leave")
+    assert len(taken()) == 1
+    assert first.process.poll() is None
 
 
 def test_a_trainer_that_forgets_its_keeper(runtime: Path, trainer: Callable[..., Trainer]) -> None:
@@ -282,7 +305,7 @@ def test_a_key_that_is_not_what_it_should_be(runtime: Path, trainer: Callable[..
     assert contents() == [0]
 
 
-@pytest.mark.parametrize("said", [b"", b"x", b"[" * 100_000, b'["Take", {}]', b'["Release", {}]', b'["Greeting", {}]'])
+@pytest.mark.parametrize("said", [b"", b"x", b"[" * 100_000, b'["GiveUp", {}]', b'["Greeting", {}]'])
 def test_who_proves_nothing_gets_nothing(trainer: Callable[..., Trainer], said: bytes) -> None:
     trainer().kill()
     (found,) = taken()
@@ -335,7 +358,7 @@ def test_files_without_a_keeper(runtime: Path) -> None:
     address = JOB.new_address()
     address.write_key()
     assert take(JOB) == []
-    assert isinstance(address, Address)
+    assert isinstance(address, KeeperAddress)
 
 
 def test_keepers_that_hang_are_waited_for_together(

@@ -7,18 +7,21 @@ NAME is that of the job. The memory of earlier processes at the addresses BASE i
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 
 from ckpt.keeper.lingering import LingeringMemory
-from ckpt.keeper.messages import Record
-from ckpt.keeper.takeover import Address, Job, Taken
+from ckpt.keeper.messages import MemoryRecord
+from ckpt.keeper.takeover import Job, KeeperAddress, Taken
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 
 SIZE = 1 << 16
-RECORD = Record(7, None, 3, [[0, 5], [2, 4]])
+_PR_SET_PDEATHSIG = 1
+RECORD = MemoryRecord(7, None, 3, [[0, 5], [2, 4]])
 
 
 def main(name: str, linger_s: float, *bases: str) -> None:
@@ -26,7 +29,7 @@ def main(name: str, linger_s: float, *bases: str) -> None:
     keeper = Keeper()
     lingering = LingeringMemory(keeper, Job(name, "/root", "a node"), linger_s)
     regions: list[SharedMemory] = []
-    taken = [Taken(Address(base), RECORD, ()) for base in bases]
+    taken = [Taken(KeeperAddress(base), RECORD, ()) for base in bases]
 
     def hold() -> None:
         region = SharedMemory.create(f"ckpt-slot-{len(regions)}", SIZE)
@@ -48,6 +51,11 @@ def main(name: str, linger_s: float, *bases: str) -> None:
                 if os.fork() == 0:
                     sys.stdin.read()
                     os._exit(0)
+            case "fork in foreign code":
+                libc = ctypes.PyDLL(None)  # Python notices nothing of it
+                if libc.fork() == 0:
+                    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                    libc.pause()
             case "leave":
                 lingering.leave()
                 keeper.release()

@@ -20,12 +20,11 @@ import torch.distributed as dist
 import ckpt
 import inprocess
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from ckpt.mirroring.messages import CODEC, Due, Failed, Message, Setup
+from ckpt.mirroring.mirror_messages import CODEC, CopyEnded, Due, MirrorMessage
 from ckpt.mirroring.step_copy import StepCopy, Throttle
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving.recover import Branch
 from ckpt.storage.names import SaveId
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
 from ckpt.validation.checks import validate
 from inprocess.abort import AbortTorchDistributed
@@ -609,13 +608,12 @@ def test_arguments(tmp_path: Path) -> None:
 
 
 def test_messages() -> None:
-    """Options and saves cross to the worker as they are, also where a job has skipped many steps."""
-    options = StorageOptions.of({"secret_access_key": "x", "allow_http": True, "retries": 3}, 60.0)
+    """Saves cross to the worker as they are, also where a job has skipped many steps."""
     branch = Branch(10**17, "s" * 60, tuple(range(10**17, 10**17 + 1000)))
-    messages: list[Message] = [
-        Setup(0, "/a", None, "s3://b/c", options, 1e6, 300.0, 10**13, None, ["/c"]),
-        Due(SaveId(10**17, 10**17, "f" * 16), 10**17, branch),
-        Failed(None, "no such \udc80 file", again=True),
+    save = SaveId(10**17, 10**17, "f" * 16)
+    messages: list[MirrorMessage] = [
+        Due(save, 10**17, branch),
+        CopyEnded(save, 0, 0.0, "no such \udc80 file", again=True),
     ]
     assert [CODEC.decode(CODEC.encode(message)) for message in messages] == messages
     with pytest.raises(TypeError, match=r"'retries'\] is a object, not a string, number or bool"):

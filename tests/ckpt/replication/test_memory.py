@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.keeper.kept_regions import Regions
 from ckpt.keeper.worker_memory import LeftMemory, WorkerMemory
 from ckpt.replication.memory import Arrival, ReplicaMemory, usable_bytes
 from ckpt.replication.replica import Replica, TransportError
@@ -167,7 +168,10 @@ def test_what_is_no_replica_is_refused(name: str, rank: int, nbytes: int) -> Non
 def process(left: LeftMemory) -> Iterator[ReplicaMemory]:
     """What a process has that the keeper forks now, with descriptors of its own. At the end it is killed."""
     link = left.begin()
-    kept = WorkerMemory(link, {key: (os.dup(fd), size) for key, (fd, size) in left._regions.items()})
+    copies = Regions()
+    for key, region in left._regions.items():
+        copies[key] = SharedMemory(os.dup(region.fd), region.size, region.name, key)
+    kept = WorkerMemory(link, copies)
     memory = ReplicaMemory(UNLIMITED, kept)
     yield memory
     memory.close()

@@ -12,9 +12,10 @@ import pytest
 
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.replication import process
-from ckpt.replication.control import Admit, Ended, ListHeld
 from ckpt.replication.process import ReplicaWorker
 from ckpt.replication.replica import Address, Replica, TransportError
+from ckpt.replication.replica_messages import Admit, List
+from ckpt.replication.sender import Sent
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.replication.support import HOST, SECRET, Harm, Relay, content, read, staged
@@ -54,8 +55,8 @@ def pid_of(worker: ReplicaWorker) -> int:
     return worker.pid
 
 
-def ends_of(worker: ReplicaWorker) -> Ended:
-    ended: list[Ended] = []
+def ends_of(worker: ReplicaWorker) -> Sent:
+    ended: list[Sent] = []
     eventually(lambda: bool(ended.extend(worker.poll()) or ended))
     (end,) = ended
     return end
@@ -134,10 +135,10 @@ def test_another_secret_takes_the_place_of_the_first(leak_check: LeakCheck) -> N
 def test_an_answer_that_was_not_awaited_is_no_answer_to_a_later_request(leak_check: LeakCheck) -> None:
     with workers(2) as ((sender, _), (holder, address)):
         send(sender, address, "1")
-        holder._channel.send(ListHeld(0))  # as if an exception of another thread had interrupted `held`
+        holder._channel.send(List(0))  # as if an exception of another thread had interrupted `held`
         send(sender, address, "2")
         assert [replica.snapshot for replica, _ in _closed(holder.held())] == ["2"]
-        holder._channel.send(ListHeld(0))
+        holder._channel.send(List(0))
         holder.admit(*ADMIT)
         assert [replica.snapshot for replica, _ in _closed(holder.held())] == ["2"]
 

@@ -19,8 +19,8 @@ from ckpt.replication import connection as connections
 from ckpt.replication.connection import Connection
 from ckpt.replication.limiter import BLOCK_BYTES, Limiter
 from ckpt.replication.memory import ReplicaMemory
-from ckpt.replication.messages import CODEC, PROTOCOL, Store
 from ckpt.replication.replica import Address, Piece, Replica, TransportError
+from ckpt.replication.replica_messages import PEERS, PROTOCOL, StoreReplica
 from ckpt.replication.tcp import TcpTransport
 from ckpt.replication.tcp_server import TcpServer
 from tests.ckpt.replication.support import (
@@ -218,7 +218,7 @@ def test_a_message_that_another_puts_into_a_connection_is_not_taken(leak_check: 
         connection = Connection.to(server.address, 10.0)
         connection.connect(server.address)
         connection.greet_holder(SECRET)
-        body = CODEC.encode(Store(Replica("2", 0, 1, 1), None))
+        body = PEERS.encode(StoreReplica(1, Replica("2", 0, 1, 1), None))
         sock = socket.socket(fileno=os.dup(connection.fileno()))
         sock.sendall(len(body).to_bytes(4, "big") + bytes(32) + body)
         with pytest.raises(ConnectionError):

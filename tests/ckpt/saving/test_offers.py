@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt.keeper.messages import Record
+from ckpt.keeper.messages import MemoryRecord
 from ckpt.saving.offers import (
     Earlier,
     Fence,
@@ -158,7 +158,9 @@ def _left(
     token: int = 0,
     fences: tuple[Fence, ...] = (),
 ) -> Earlier:
-    record = Record(start, None if origin is None else _save(origin).name, token, [list(fence) for fence in fences])
+    record = MemoryRecord(
+        start, None if origin is None else _save(origin).name, token, [list(fence) for fence in fences]
+    )
     return Earlier(record, shares)
 
 
