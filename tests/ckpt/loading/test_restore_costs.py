@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ckpt import AsyncCallsQueue, Checkpointer, PerRank, Staging
+from ckpt import AsyncCallsQueue, Checkpointer, PerRank, Snapshots, Staging
 from ckpt.ranks import collectives
 from ckpt.saving import plan_cache
 from ckpt.storage import step_source
@@ -180,58 +183,94 @@ def test_a_restore_makes_no_second_copy(tmp_path: Path) -> None:
 _TOUCHES_FILES = ("open", "os.", "shutil.", "pathlib.", "tempfile.", "glob.", "subprocess.")
 
 
-def _watched(rank: int, world_size: int, root: Path) -> list[list[str]]:
-    """Return the audit events and collectives of `save_request` and of scheduling it, for several saves."""
-    import torch.distributed as dist
+class _Watch:
+    """Notes audit events of file system accesses, and collectives, while it is `on`."""
 
-    seen: list[str] = []
-    watching = False
+    def __init__(self) -> None:
+        self.on = False
+        self._seen: list[str] = []
+        sys.addaudithook(self._hook)
+        for name in ("all_gather", "all_reduce", "barrier", "broadcast", "all_gather_object", "all_gather_into_tensor"):
+            setattr(dist, name, self._counted(name, getattr(dist, name)))
 
-    def hook(event: str, args: tuple[Any, ...]) -> None:
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         of_descriptor = event == "open" and isinstance(args[0], int)  # without a path: no file system access
-        if watching and event.startswith(_TOUCHES_FILES) and not of_descriptor:
-            seen.append(f"{event} {args}")
+        if self.on and event.startswith(_TOUCHES_FILES) and not of_descriptor:
+            self._seen.append(f"{event} {args}")
 
-    sys.addaudithook(hook)
-    for name in ("all_gather", "all_reduce", "barrier", "broadcast", "all_gather_object", "all_gather_into_tensor"):
-        real = getattr(dist, name)
+    def _counted(self, name: str, real: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.on:
+                self._seen.append(name)
+            return real(*args, **kwargs)
 
-        def counted(*args: Any, _name: str = name, _real: Any = real, **kwargs: Any) -> Any:
-            if watching:
-                seen.append(_name)
-            return _real(*args, **kwargs)
+        return counted
 
-        setattr(dist, name, counted)
+    def seen(self, do: Callable[[], object]) -> list[str]:
+        """Do something, and return what was seen meanwhile."""
+        self._seen.clear()
+        self.on = True
+        do()
+        self.on = False
+        return list(self._seen)
+
+
+def _trained_state() -> tuple[dict[str, Any], torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(64)).sum().backward()
     optimizer.step()
-    state = {"model": model, "optimizer": optimizer, "rng": PerRank(torch.get_rng_state()), "step": 0}
+    return {"model": model, "optimizer": optimizer, "rng": PerRank(torch.get_rng_state()), "step": 0}, optimizer
+
+
+def _watched(rank: int, world_size: int, root: Path) -> list[list[str]]:
+    """Return the audit events and collectives of several saves: making and scheduling a request, and its end."""
+    watch = _Watch()
+    state, optimizer = _trained_state()
     rounds = []
     with AsyncCallsQueue() as queue, Checkpointer(root, queue=queue) as checkpointer:
         checkpointer.warmup(state)
         for step in range(1, 4):
             state["step"] = step
-            watching = True
-            queue.schedule_async_request(checkpointer.save_request(state, step))
-            watching = False
-            rounds.append(list(seen))
-            seen.clear()
+
+            def schedules(step: int = step) -> None:
+                queue.schedule_async_request(checkpointer.save_request(state, step))
+
+            rounds.append(watch.seen(schedules))
             optimizer.step()
-            checkpointer.maybe_finalize(blocking=True)
+            rounds.append(watch.seen(functools.partial(checkpointer.maybe_finalize, blocking=True)))
         assert checkpointer.all_steps() == [1, 2, 3]
         other = {"model": torch.nn.Linear(64, 64), "step": 1}
-        watching = True
-        checkpointer.save_request(other, 4)  # another structure is planned, which shows that the counting works
-        watching = False
-        assert seen.count("all_gather") > 0
+        # Another structure is planned, which shows that the counting works.
+        assert watch.seen(lambda: checkpointer.save_request(other, 4)).count("all_gather") > 0
     return rounds
+
+
+def _watched_snapshots(rank: int, world_size: int, root: Path) -> list[list[str]]:
+    """Return the same of several snapshots, behind the first one."""
+    watch = _Watch()
+    state, optimizer = _trained_state()
+    rounds = []
+    with Checkpointer(root, snapshots=Snapshots()) as checkpointer:
+        checkpointer.warmup(state)
+        for step in range(1, 6):
+            state["step"] = step
+            seen = watch.seen(functools.partial(checkpointer.snapshot, state, step))
+            if step > 1:
+                rounds.append(seen)
+            optimizer.step()
+    return rounds
+
+
+def test_a_snapshot_makes_no_collective_and_touches_no_file(tmp_path: Path) -> None:
+    for result in run_ranks(_watched_snapshots, 2, tmp_path / "root", survivors_timeout=20):
+        assert result.value == [[], [], [], []]
 
 
 def test_a_save_makes_no_collective_and_touches_no_file(tmp_path: Path) -> None:
     for result in run_ranks(_watched, 2, tmp_path / "root", survivors_timeout=20):
-        assert result.value == [[], [], []]
+        assert result.value == [[]] * 6
 
 
 def _agreements(rank: int, world_size: int, root: Path) -> dict[str, int]:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import ckpt
+from ckpt.mirroring import step_copy
 from ckpt.saving.retention import PublishedStep
 from ckpt.storage.roots import open_root
 from tests.ckpt.mirroring.support import job, mirror_of, mirror_process, mirror_processes, state_of
@@ -31,6 +32,36 @@ checkpointer.save({"w": torch.zeros(10)}, 1)
 print(mirror_process().pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+class _Clock:
+    """Time that passes by waiting only: an event that is never set."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        return False
+
+
+def test_no_more_is_read_than_the_bandwidth_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a mean; and a rank that has read little before does not read more for that."""
+    clock = _Clock()
+    monkeypatch.setattr(step_copy.time, "monotonic", clock.monotonic)
+    throttle = step_copy.Throttle(1000.0, clock)  # type: ignore[arg-type]
+    begins = []
+    for _ in range(4):
+        throttle.take(500)
+        begins.append(clock.now)
+    clock.now += 3600.0
+    for _ in range(3):
+        throttle.take(2000)
+        begins.append(clock.now)
+    assert begins == [100.0, 100.5, 101.0, 101.5, 3701.5, 3703.5, 3705.5]
 
 
 class OddSteps(ckpt.Keep):
