@@ -11,10 +11,7 @@ import pytest
 from tests.support.plain_install import make_environment, run_in
 from tests.support.selection import FULL
 
-_SOME = (
-    *("loading/test_bounce_buffer.py", "loading/test_load.py"),
-    *("loading/test_restore_whole.py", "saving/test_publish.py"),
-)
+_SOME = ("loading/test_load.py", "saving/test_publish.py")
 _SUITE = [f"tests/ckpt/{name}" for name in (("loading", "saving") if FULL else _SOME)]
 _TIMEOUT_S = 1700 if FULL else 200
 
