@@ -25,6 +25,7 @@ from ckpt.saving.share import Share
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, is_state_of, resized, restarted, train_step
 from tests.support import LeakCheck, run_ranks
+from tests.support.saves import save_here
 from tests.support.selection import full_only
 from tests.support.template import REPOSITORY, quick_python
 
@@ -191,11 +192,11 @@ def _two_of_one_step(root: Path, order: str) -> None:
         state = fresh()
         if "claimed" in first:
             train_step(state, 0, 3)
-            checkpointer.save(state, 3)
+            save_here(checkpointer, state, 3)
         for kind in (first, second):
             train_step(state, 0, 5)  # not the same the second time
             if "save" in kind:
-                checkpointer.save(state, 5)
+                save_here(checkpointer, state, 5)
             else:
                 checkpointer.snapshot(state, 5)
         expected = {name: tensor.clone() for name, tensor in state["weights"].items()}
