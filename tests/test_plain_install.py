@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.plain_install import make_environment, run_in
-from tests.support.selection import FULL
+from tests.support.selection import full_only
 
-_SOME = (
-    *("loading/test_bounce_buffer.py", "loading/test_load.py"),
-    *("loading/test_restore_whole.py", "saving/test_publish.py"),
-)
-_SUITE = [f"tests/ckpt/{name}" for name in (("loading", "saving") if FULL else _SOME)]
-_TIMEOUT_S = 1700 if FULL else 200
+_SUITE = ("tests/ckpt/loading", "tests/ckpt/saving")
+_TIMEOUT_S = 1700
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +20,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_environment(tmp_path_factory.mktemp("plain"), harness=False)
 
 
+@full_only
 @pytest.mark.timeout(_TIMEOUT_S + 20)
 def test_the_tests_of_saving_and_restoring(tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment", harness=True)

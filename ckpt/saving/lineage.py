@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ckpt.errors import StateError
@@ -43,6 +42,8 @@ class Lineage:
 
 def own_versions() -> dict[str, str]:
     """Return the versions of this package and of torch, in a process that has imported torch."""
+    from importlib.metadata import PackageNotFoundError, version  # ten milliseconds of the start of a writer
+
     import torch
 
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import logging
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +27,7 @@ from ckpt.errors import CheckpointError
 from tests.ckpt.crash.killers import wait_until
 
 HELPERS = ("ckpt-keeper", "ckpt-replicas", "ckpt-mirror")
+TO_THE_END = ("child_exits", "child_leaves_the_block_by_exit")  # most of a second each
 
 
 class _Warnings(logging.Handler):
@@ -155,7 +158,7 @@ class Rank:
 
 
 def fork(rank: Rank, way: Callable[[], None]) -> None:
-    """Run it in a child that ends as a program does: with exit handlers."""
+    """Run it in a child that ends as a program does: with exit handlers; some take all modules apart, too."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
@@ -165,6 +168,10 @@ def fork(rank: Rank, way: Callable[[], None]) -> None:
         except Exception:
             traceback.print_exc()
             os._exit(1)
+        if way.__name__ not in TO_THE_END:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            os._exit(0)
         sys.exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status == 0, (way.__name__, status)

@@ -33,6 +33,7 @@ from inprocess.abort import AbortTorchDistributed
 from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from tests.inprocess.coordination.helpers import eventually
 from tests.support import LeakCheck, run_ranks
+from tests.support.saves import save_here
 from tests.support.template import REPOSITORY
 from tools.inspect_ckpt.__main__ import main
 
@@ -68,13 +69,13 @@ def test_a_damaged_step_is_replaced_and_kept(tmp_path: Path, again: float, capsy
     """The new copy was thrown away if it was equal, and refused if it was not; the next start went back again."""
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
     _damage(tmp_path, 2)
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore(_state(0.0)) == 1
         assert checkpointer.last_restore is not None
         assert checkpointer.last_restore.damaged == (2,)
-        checkpointer.save(_state(again), 2)
+        save_here(checkpointer, _state(again), 2)
     assert _restored(tmp_path) == (2, again)
     assert validate(str(tmp_path / "step_00000002")).whole
     assert _names(tmp_path / ".damaged") == ["step_00000002"]
@@ -89,14 +90,14 @@ def test_a_damaged_step_is_replaced_and_kept(tmp_path: Path, again: float, capsy
 
 def test_a_step_damaged_twice_is_kept_twice(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(_state(1.0), 1)
-        checkpointer.save(_state(2.0), 2)
+        save_here(checkpointer, _state(1.0), 1)
+        save_here(checkpointer, _state(2.0), 2)
     for value in (3.0, 4.0):
         _damage(tmp_path, 2)
         (tmp_path / "step_00000002/intent.json").write_text("{")  # nothing says which save it was
         with ckpt.Checkpointer(tmp_path) as checkpointer:
             assert checkpointer.restore(_state(0.0)) == 1
-            checkpointer.save(_state(value), 2)
+            save_here(checkpointer, _state(value), 2)
         assert _restored(tmp_path) == (2, value)
     assert _names(tmp_path / ".damaged") == ["step_00000002", "step_00000002"]
 
@@ -104,14 +105,14 @@ def test_a_step_damaged_twice_is_kept_twice(tmp_path: Path) -> None:
 def _two_ranks_replace(rank: int, world_size: int, root: Path) -> tuple[int | None, list[int]]:
     with ckpt.Checkpointer(root) as checkpointer:
         step = checkpointer.restore(_state(0.0))
-        checkpointer.save(_state(20.0), 2)
+        save_here(checkpointer, _state(20.0), 2)
         return step, checkpointer.all_steps()
 
 
 def test_two_ranks_replace_a_damaged_step(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
     _damage(tmp_path, 2)
     for result in run_ranks(_two_ranks_replace, 2, tmp_path):
         assert result.value == (1, [1, 2])
@@ -121,7 +122,7 @@ def test_two_ranks_replace_a_damaged_step(tmp_path: Path) -> None:
 def test_a_job_that_only_restores_moves_nothing(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
     _damage(tmp_path, 2)
     for read_only in (False, True):
         with ckpt.Checkpointer(tmp_path, read_only=read_only) as checkpointer:
@@ -133,16 +134,16 @@ def test_a_job_that_only_restores_moves_nothing(tmp_path: Path) -> None:
 def test_success_is_never_claimed_for_bytes_that_are_not_there(tmp_path: Path) -> None:
     """Zeros of two dtypes had one digest."""
     with ckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"w": torch.zeros(1000)}, 1)
+        save_here(checkpointer, {"w": torch.zeros(1000)}, 1)
         for state in (
             {"w": torch.zeros(1000, dtype=torch.int32)},
             {"w": torch.zeros(10, 100)},
             {"w": torch.zeros(1000)},
         ):
             with pytest.raises(CheckpointExistsError, match="already published"):
-                checkpointer.save(state, 1)
+                save_here(checkpointer, state, 1)
         checkpointer.delete(1)
-        checkpointer.save({"w": torch.zeros(1000, dtype=torch.int32)}, 1)
+        save_here(checkpointer, {"w": torch.zeros(1000, dtype=torch.int32)}, 1)
     with ckpt.open(tmp_path) as opened:
         assert opened["w"].dtype == "int32"
 
@@ -153,7 +154,7 @@ def test_success_is_never_claimed_for_bytes_that_are_not_there(tmp_path: Path) -
 def _save_all(root: Path, steps: tuple[int, ...]) -> None:
     with ckpt.Checkpointer(root) as checkpointer:
         for step in steps:
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
 
 
 def test_training_goes_on_from_an_older_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,9 +163,9 @@ def test_training_goes_on_from_an_older_step(tmp_path: Path, capsys: pytest.Capt
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore(_state(0.0), step=20) == 20
         assert checkpointer.all_steps() == [10, 20, 30]  # nothing is moved before there is something new
-        checkpointer.save(_state(-25.0), 25)
+        save_here(checkpointer, _state(-25.0), 25)
         assert checkpointer.all_steps() == [10, 20, 25]
-        checkpointer.save(_state(-30.0), 30)
+        save_here(checkpointer, _state(-30.0), 30)
     assert _restored(tmp_path) == (30, -30.0)
     assert _names(tmp_path / ".superseded") == ["step_00000030"]
     main(["ls", str(tmp_path)])
@@ -184,12 +185,12 @@ def test_training_goes_on_from_an_older_step(tmp_path: Path, capsys: pytest.Capt
 def test_one_job_goes_back_while_it_runs(tmp_path: Path, leak_check: LeakCheck) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2, 3):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
         for again in range(2):
             state = _state(0.0)
             assert checkpointer.restore(state, step=1) == 1
             for step in (2, 3):
-                checkpointer.save(_state(step + 10.0 * again), step)
+                save_here(checkpointer, _state(step + 10.0 * again), step)
         assert checkpointer.all_steps() == [1, 2, 3]
     assert _restored(tmp_path) == (3, 13.0)
     assert (
@@ -202,7 +203,7 @@ def test_the_newest_step_continues_the_one_before(tmp_path: Path) -> None:
     _save_all(tmp_path, (10, 20, 30))
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.restore(_state(0.0), step=20)
-        checkpointer.save(_state(0.0), 40)
+        save_here(checkpointer, _state(0.0), 40)
     with ckpt.open(tmp_path) as opened, ckpt.open(tmp_path, 20) as before:
         assert opened.summary["continues"] == {"step": 20, "save": before.summary["save"]}
     with ckpt.open(tmp_path, 10) as first:
@@ -225,7 +226,7 @@ def test_training_does_not_begin_anew_beside_superseded_steps(tmp_path: Path) ->
 def test_delete(tmp_path: Path) -> None:
     _save_all(tmp_path, (1, 2))
     with ckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(_state(3.0), 3)
+        save_here(checkpointer, _state(3.0), 3)
         checkpointer.delete(1)
         assert checkpointer.all_steps() == [2, 3]
         with pytest.raises(CheckpointNotFoundError, match="no published step 1"):
@@ -233,7 +234,7 @@ def test_delete(tmp_path: Path) -> None:
         with ckpt.open(tmp_path, 2), pytest.raises(StorageError, match="being read"):
             checkpointer.delete(2)
         checkpointer.delete(2)
-        checkpointer.save(_state(4.0), 4)
+        save_here(checkpointer, _state(4.0), 4)
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.delete(3)
     assert _restored(tmp_path) == (4, 4.0)
@@ -254,11 +255,11 @@ def test_rm_keeps_the_last_whole_step(tmp_path: Path) -> None:
 def test_tools_change_nothing_beside_a_job(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
         for command in (["rm", "1", "--yes"], ["clean", "--yes"], ["restore-branch", "1"]):
             arguments = [command[0], str(tmp_path), *command[1:]]
             assert main(arguments) in (0, 2)
-        checkpointer.save(_state(3.0), 3)
+        save_here(checkpointer, _state(3.0), 3)
         assert checkpointer.all_steps() == [1, 2, 3]
 
 
@@ -274,7 +275,7 @@ def _leave_complete(root: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> N
         raise _Stop
 
     with monkeypatch.context() as patch, contextlib.suppress(_Stop), ckpt.Checkpointer(root) as checkpointer:
-        checkpointer.save(_state(1.0), 1)
+        save_here(checkpointer, _state(1.0), 1)
         patch.setattr(write, "publish", stop)
         checkpointer.save_request(_state(float(step)), step).execute_sync()
 
@@ -333,9 +334,9 @@ def test_a_run_that_found_nothing_supersedes_what_an_earlier_one_published_since
     with ckpt.Checkpointer(tmp_path) as earlier, ckpt.Checkpointer(tmp_path) as later:
         earlier.warmup(_state(0.0))
         assert later.restore(_state(0.0)) is None
-        earlier.save(_state(-20.0), 20)
-        later.save(_state(10.0), 10)
-        later.save(_state(20.0), 20)
+        save_here(earlier, _state(-20.0), 20)
+        save_here(later, _state(10.0), 10)
+        save_here(later, _state(20.0), 20)
         assert later.all_steps() == [10, 20]
     assert _restored(tmp_path) == (20, 20.0)
     with ckpt.open(tmp_path, 10) as first:
@@ -350,7 +351,7 @@ def test_history_is_true_though_the_restored_step_was_moved_aside(tmp_path: Path
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore(_state(0.0)) == 20
         root.move_aside(20, root.ownership.newest(), "superseded")
-        checkpointer.save(_state(30.0), 30)
+        save_here(checkpointer, _state(30.0), 30)
     with ckpt.open(tmp_path, 30) as opened:
         assert opened.summary["continues"] == {"step": 20, "save": save}
 
@@ -360,7 +361,7 @@ def test_a_closed_checkpointer_owns_nothing(tmp_path: Path, last: str) -> None:
     _save_all(tmp_path, (1, 2))
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         if last != "delete":
-            checkpointer.save(_state(3.0), 3)
+            save_here(checkpointer, _state(3.0), 3)
         if last == "restore":
             checkpointer.restore(_state(0.0))
         if last == "delete":
@@ -377,7 +378,7 @@ def test_a_dropped_checkpointer_keeps_no_thread(tmp_path: Path) -> None:
     before = threads()
     with AsyncCallsQueue() as queue:
         checkpointer = ckpt.Checkpointer(tmp_path, queue=queue)
-        checkpointer.save(_state(1.0), 1)
+        save_here(checkpointer, _state(1.0), 1)
         (own,) = threads() - before
         del checkpointer
         gc.collect()
@@ -388,7 +389,7 @@ def test_a_dropped_checkpointer_keeps_no_thread(tmp_path: Path) -> None:
 def test_leases_of_readers_end_with_them(tmp_path: Path) -> None:
     """Not with a fork of their process; and what a reader leaves that was killed is removed."""
     with ckpt.Checkpointer(tmp_path, keep=1) as checkpointer:
-        checkpointer.save(_state(1.0), 1)
+        save_here(checkpointer, _state(1.0), 1)
         opened = ckpt.open(tmp_path)
         leases = tmp_path / ".readers" / opened.summary["save"]
         pid = os.fork()
@@ -399,13 +400,13 @@ def test_leases_of_readers_end_with_them(tmp_path: Path) -> None:
         assert len(os.listdir(leases)) == 1
         (leases / "gone-1-1-00000000").touch()
         os.utime(leases / "gone-1-1-00000000", (1e9, 1e9))
-        checkpointer.save(_state(2.0), 2)
+        save_here(checkpointer, _state(2.0), 2)
         assert checkpointer.all_steps() == [1, 2]
         opened.close()
         leases.mkdir(exist_ok=True)
         (leases / "gone-1-1-00000000").touch()
         os.utime(leases / "gone-1-1-00000000", (1e9, 1e9))
-        checkpointer.save(_state(3.0), 3)
+        save_here(checkpointer, _state(3.0), 3)
         assert checkpointer.all_steps() == [3]
     assert not leases.exists()
 
@@ -439,7 +440,7 @@ def test_an_idle_reader_of_another_host_keeps_its_step(tmp_path: Path, how: str)
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", _IDLE]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with ckpt.Checkpointer(tmp_path, keep=1) as checkpointer:
-        checkpointer.save(_state(1.0), 1)
+        save_here(checkpointer, _state(1.0), 1)
         with subprocess.Popen([*command, how, str(tmp_path)], text=True, cwd=REPOSITORY, **pipes) as reader:
             assert reader.stdout is not None
             assert reader.stdin is not None
@@ -449,7 +450,7 @@ def test_an_idle_reader_of_another_host_keeps_its_step(tmp_path: Path, how: str)
             before = lease.stat().st_mtime - 5.0  # a lease that had expired could be removed before it is renewed
             os.utime(lease, (before, before))
             eventually(lambda: lease.stat().st_mtime > before + 1.0)
-            checkpointer.save(_state(2.0), 2)
+            save_here(checkpointer, _state(2.0), 2)
             assert checkpointer.all_steps() == [1, 2]
             reader.stdin.write("\n")
             reader.stdin.flush()
@@ -457,7 +458,7 @@ def test_an_idle_reader_of_another_host_keeps_its_step(tmp_path: Path, how: str)
                 assert float(reader.stdout.readline()) == float(_state(1.0)["w"][0])
             assert reader.stdout.readline() == "dropped\n"
             eventually(lambda: not lease.exists())  # the thread that renews it may just hold the object
-            checkpointer.save(_state(3.0), 3)
+            save_here(checkpointer, _state(3.0), 3)
             assert checkpointer.all_steps() == [3]
             reader.communicate("\n")
 
@@ -467,7 +468,7 @@ def test_a_fork_of_a_reader_renews_nothing(
 ) -> None:
     """And the thread of the reader ends with it."""
     with ckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(_state(1.0), 1)
+        save_here(checkpointer, _state(1.0), 1)
     monkeypatch.setattr(step_reader, "RENEW_S", 1000.0)
     opened = ckpt.open(tmp_path)
     (lease,) = (tmp_path / ".readers").glob("*/*")
@@ -517,7 +518,7 @@ def _weights(value: float) -> dict[str, Any]:
 def _published(root: Path, *steps: int) -> None:
     with ckpt.Checkpointer(root) as checkpointer:
         for step in steps:
-            checkpointer.save(_weights(float(step)), step)
+            save_here(checkpointer, _weights(float(step)), step)
 
 
 def _gone_back(root: Path, **options: Any) -> ckpt.Checkpointer:
@@ -546,7 +547,7 @@ def test_a_fault_before_the_first_save_does_not_bring_back_the_branch_that_was_l
             assert checkpointer.resume_step == 10
             assert state["w"].unique().tolist() == [10.0]
         assert checkpointer.all_steps() == [10, 20, 30]  # nothing is moved before there is something new
-        checkpointer.save(_weights(-20.0), 20)
+        save_here(checkpointer, _weights(-20.0), 20)
         assert checkpointer.restore(state) == 20
         assert checkpointer.all_steps() == [10, 20]
     assert ckpt.load(tmp_path)["w"].unique().tolist() == [-20.0]
@@ -593,7 +594,7 @@ def test_the_branch_that_was_left_can_be_chosen_again(tmp_path: Path) -> None:
         checkpointer.register(**state)
         checkpointer.bridge.recover_from_fault(timedelta(seconds=10))  # and the damaged one is not met again
         assert checkpointer.resume_step == 20
-        checkpointer.save(_weights(25.0), 25)
+        save_here(checkpointer, _weights(25.0), 25)
         assert checkpointer.all_steps() == [10, 20, 25]
     assert _names(tmp_path / ".damaged") == ["step_00000030"]
 
@@ -619,13 +620,13 @@ def test_an_evaluation_sees_what_is_published_since(tmp_path: Path) -> None:
     """A step is left by its save, not by its number, and a reader has no branch."""
     with ckpt.Checkpointer(tmp_path) as trainer:
         for step in (10, 20):
-            trainer.save(_weights(float(step)), step)
+            save_here(trainer, _weights(float(step)), step)
         with ckpt.Checkpointer(tmp_path, read_only=True) as reader, ckpt.Checkpointer(tmp_path) as other:
             for evaluation in (reader, other):
                 assert evaluation.restore(_weights(0.0), 10) == 10
             assert reader.restore(_weights(0.0)) == 20
             assert other.restore(_weights(0.0)) == 10
-            trainer.save(_weights(30.0), 30)
+            save_here(trainer, _weights(30.0), 30)
             for evaluation in (reader, other):
                 assert evaluation.restore(_weights(0.0)) == 30
 

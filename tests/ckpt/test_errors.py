@@ -13,6 +13,7 @@ import torch
 
 import ckpt
 from ckpt import errors
+from tests.support.saves import save_here
 
 BUILT_IN: dict[str, type[Exception]] = {
     "CheckpointNotFoundError": FileNotFoundError,
@@ -39,7 +40,7 @@ def test_each_class(name: str) -> None:
 
 def _saved(root: Path) -> Path:
     with ckpt.Checkpointer(root) as checkpointer:
-        checkpointer.save({"w": torch.ones(2)}, 1)
+        save_here(checkpointer, {"w": torch.ones(2)}, 1)
     return root
 
 
@@ -59,7 +60,7 @@ def _no_slot(root: Path) -> None:
 
 def _save(root: Path, step: Any, **options: Any) -> None:
     with ckpt.Checkpointer(_saved(root), **options) as checkpointer:
-        checkpointer.save({"w": torch.ones(2)}, step)
+        save_here(checkpointer, {"w": torch.ones(2)}, step)
 
 
 CASES: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {

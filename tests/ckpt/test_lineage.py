@@ -17,6 +17,7 @@ import inprocess
 from ckpt import CheckpointCorruptError, StateError
 from ckpt.storage.documents import encode_root
 from tests.support import run_ranks
+from tests.support.saves import save_here
 from tools.inspect_ckpt.__main__ import main as inspect_ckpt
 
 _METRICS: dict[str, Any] = {"loss": 0.25, "tokens": 10**12, "best": True, "eval": {"name": "é", "by": [1, None]}}
@@ -30,7 +31,7 @@ def _summary(root: Path, step: int) -> Any:
 def test_metrics_and_versions(tmp_path: Path) -> None:
     metrics = json.loads(json.dumps(_METRICS))
     with ckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"a": torch.ones(3)}, 1)
+        save_here(checkpointer, {"a": torch.ones(3)}, 1)
         request = checkpointer.save_request({"a": torch.ones(3)}, 2, metrics=metrics)
         metrics["eval"]["by"].append("later")
         checkpointer.queue.schedule_async_request(request)
@@ -47,8 +48,8 @@ def test_saves_in_flight_continue_each_other_after_a_restore(tmp_path: Path) -> 
     """The trainer finalizes none of them before all are scheduled."""
     state = {"a": torch.ones(3)}
     with ckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(state, 10)
-        checkpointer.save(state, 40)
+        save_here(checkpointer, state, 10)
+        save_here(checkpointer, state, 40)
     with ckpt.Checkpointer(tmp_path, staging=ckpt.Staging(slots=3)) as checkpointer:
         checkpointer.restore(state, 10)
         for step in (20, 30, 35):
@@ -61,7 +62,7 @@ def test_saves_in_flight_continue_each_other_after_a_restore(tmp_path: Path) -> 
 
 def test_show_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"a": torch.ones(3)}, 1, metrics=_METRICS)
+        save_here(checkpointer, {"a": torch.ones(3)}, 1, metrics=_METRICS)
     assert inspect_ckpt(["show", str(tmp_path / "step_00000001")]) == 0
     shown = capsys.readouterr().out
     assert "loss = 0.25" in shown
@@ -71,7 +72,7 @@ def test_show_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_those_of_rank_0_count(tmp_path: Path) -> None:
     def main(rank: int, world_size: int) -> Any:
         with ckpt.Checkpointer(tmp_path) as checkpointer:
-            checkpointer.save({"a": torch.ones(3)}, 1, metrics={"rank": rank})
+            save_here(checkpointer, {"a": torch.ones(3)}, 1, metrics={"rank": rank})
 
     run_ranks(main, 2)
     assert _summary(tmp_path, 1)["metrics"] == {"rank": 0}
@@ -100,8 +101,8 @@ def _itself() -> dict[str, Any]:
 def test_metrics_that_are_not_json(tmp_path: Path, metrics: Any, says: str) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(StateError, match=says):
-            checkpointer.save({"a": torch.ones(3)}, 1, metrics=metrics)
-        checkpointer.save({"a": torch.ones(3)}, 1, metrics={"fine": 1})
+            save_here(checkpointer, {"a": torch.ones(3)}, 1, metrics=metrics)
+        save_here(checkpointer, {"a": torch.ones(3)}, 1, metrics={"fine": 1})
         assert checkpointer.all_steps() == [1]
 
 
@@ -112,10 +113,10 @@ def test_numbers_that_json_does_not_have_are_recorded_as_strings(
     nan, infinity = float("nan"), float("inf")
     with ckpt.Checkpointer(tmp_path, keep=ckpt.Best("loss", 1)) as checkpointer:
         for step, loss in ((1, 2.0), (2, nan), (3, -infinity), (4, infinity), (5, 3.0)):
-            checkpointer.save({"a": torch.ones(3)}, step, metrics={"loss": loss, "all": {"x": [loss, None]}})
+            save_here(checkpointer, {"a": torch.ones(3)}, step, metrics={"loss": loss, "all": {"x": [loss, None]}})
         assert checkpointer.all_steps() == [1, 5]
         metrics = {"loss": nan, "other": [-infinity]}
-        checkpointer.save({"a": torch.ones(3)}, 6, metrics=metrics)
+        save_here(checkpointer, {"a": torch.ones(3)}, 6, metrics=metrics)
     assert metrics["other"] == [-infinity]
     assert _summary(tmp_path, 6)["metrics"] == {"loss": "NaN", "other": ["-Infinity"]}
     said = [record.message for record in caplog.records if "not finite" in record.message]
@@ -139,13 +140,13 @@ def test_the_restart_index(tmp_path: Path) -> None:
         def train(call: inprocess.CallWrapper | None = None) -> None:
             assert call is not None
             with ckpt.Checkpointer(tmp_path) as checkpointer:
-                checkpointer.save({"a": torch.ones(3)}, call.iteration)
+                save_here(checkpointer, {"a": torch.ones(3)}, call.iteration)
             if call.iteration < 2:
                 raise RuntimeError("again")
 
         inprocess.Wrapper(store_kwargs={"timeout": timedelta(seconds=30)})(train)()
         with ckpt.Checkpointer(tmp_path) as checkpointer:
-            checkpointer.save({"a": torch.ones(3)}, 3)
+            save_here(checkpointer, {"a": torch.ones(3)}, 3)
 
     run_ranks(main, 1, init_process_group=False)
     assert [_summary(tmp_path, step)["restart"] for step in range(4)] == [0, 1, 2, None]
@@ -165,7 +166,7 @@ def test_the_restart_index(tmp_path: Path) -> None:
 )
 def test_readers_check_it(tmp_path: Path, forge: Callable[[dict[str, Any]], object]) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"a": torch.ones(3)}, 1)
+        save_here(checkpointer, {"a": torch.ones(3)}, 1)
     root = tmp_path / "step_00000001" / "zarr.json"
     document = json.loads(root.read_bytes())
     del document["attributes"]["ckpt"]["crc32c"]

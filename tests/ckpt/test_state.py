@@ -20,6 +20,7 @@ from torch import nn
 
 import ckpt
 from ckpt import AsyncCallsQueue, Checkpointer, PerRank, StateError, StateMismatchError
+from tests.support.saves import save_here
 
 DTYPES = sorted({str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}.items())
 _STRANGE = ("q", "bits", "float4", "int1", "int2", "int3", "int4", "int5", "int6", "int7", "uint1", "uint2", "uint3")
@@ -52,7 +53,7 @@ def round_trip(queue: AsyncCallsQueue, tmp_path: Path) -> RoundTrip:
     def run(source: Any, target: Any, **options: Any) -> Any:
         staging = ckpt.Staging(**({"inner_bytes": 256, "file_bytes": 1024} | options))
         with Checkpointer(tempfile.mkdtemp(dir=tmp_path), queue=queue, staging=staging) as checkpointer:
-            checkpointer.save(source, 1)
+            save_here(checkpointer, source, 1)
             assert checkpointer.restore(target) == 1
         return target
 
@@ -104,9 +105,9 @@ def test_every_dtype_is_known_or_refused_by_name(queue: AsyncCallsQueue, tmp_pat
             tensor.untyped_storage().fill_(37)
             if tensor.is_quantized:
                 with pytest.raises(StateError, match="a/b: this tensor is quantized"):
-                    checkpointer.save({"a": {"b": tensor}}, step)
+                    save_here(checkpointer, {"a": {"b": tensor}}, step)
                 continue
-            checkpointer.save({"a": {"b": tensor}}, step)
+            save_here(checkpointer, {"a": {"b": tensor}}, step)
             other = torch.empty(8, dtype=dtype)
             checkpointer.restore({"a": {"b": other}}, step)
             assert bytes(other.untyped_storage().tolist()) == bytes(tensor.untyped_storage().tolist()), name
@@ -176,7 +177,7 @@ class _Tied(nn.Module):
 def test_tied_weights_are_stored_once(queue: AsyncCallsQueue, tmp_path: Path, tied_then: bool) -> None:
     source, target = _Tied(), _Tied(tied_then)
     with Checkpointer(tmp_path, queue=queue, staging=ckpt.Staging(inner_bytes=1000)) as checkpointer:
-        checkpointer.save({"model": source}, 1)
+        save_here(checkpointer, {"model": source}, 1)
         with ckpt.open(tmp_path, 1) as checkpoint:
             assert checkpoint.summary["tensors"] == 1
         checkpointer.restore({"model": target})
@@ -233,7 +234,7 @@ def test_an_array_that_cannot_be_written_is_refused_before_anything_is_restored(
     frozen.flags.writeable = False
     target = {"a": torch.zeros(3), "b": frozen}
     with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"a": torch.ones(3), "b": np.ones(5)}, 1)
+        save_here(checkpointer, {"a": torch.ones(3), "b": np.ones(5)}, 1)
         with pytest.raises(StateMismatchError, match="read-only: b "):
             checkpointer.restore(target)
     assert not target["a"].any()
@@ -405,7 +406,7 @@ def test_any_state_comes_back_and_nothing_is_written_elsewhere(
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     root = folder / "outer" / "root"
     with Checkpointer(root, queue=queue) as checkpointer:
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
         target = _cleared(state)
         assert checkpointer.restore(target) == 1
     assert _equal(target, state)
@@ -416,7 +417,7 @@ def test_any_state_comes_back_and_nothing_is_written_elsewhere(
 
 def test_a_tensor_whose_elements_share_memory_is_not_restored_into(queue: AsyncCallsQueue, tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save({"a": torch.ones(3, 4), "b": torch.zeros(2)}, 1)
+        save_here(checkpointer, {"a": torch.ones(3, 4), "b": torch.zeros(2)}, 1)
         untouched = torch.full((2,), 7.0)
         with pytest.raises(StateMismatchError, match="a is read-only or expanded"):
             checkpointer.restore({"a": torch.zeros(3, 1).expand(3, 4), "b": untouched})
@@ -427,12 +428,12 @@ def test_equal_content_has_equal_files_whatever_was_staged_before(queue: AsyncCa
     """The gaps between chunks are zero, also in a slot that held other data."""
     small = {"a": torch.ones(3), "b": torch.arange(5)}
     with Checkpointer(tmp_path / "fresh", queue=queue) as checkpointer:
-        checkpointer.save(small, 1)
+        save_here(checkpointer, small, 1)
     with Checkpointer(tmp_path / "used", queue=queue) as checkpointer:
         for step in (1, 2):
-            checkpointer.save({"other": torch.full((2000,), 0x55, dtype=torch.uint8)}, step)
+            save_here(checkpointer, {"other": torch.full((2000,), 0x55, dtype=torch.uint8)}, step)
         for step in (3, 4):
-            checkpointer.save(small, step)
+            save_here(checkpointer, small, step)
     pack = Path("packs", "000", "rank_00000_000")
     expected = (tmp_path / "fresh" / "step_00000001" / pack).read_bytes()
     for step in (3, 4):

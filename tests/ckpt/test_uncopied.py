@@ -20,6 +20,7 @@ from ckpt.storage.node_lock import NodeLock
 from inprocess.ipc.packets import Channel, Codec
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.wakeup import Wakeup
+from tests.support.saves import save_here
 
 _COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
@@ -40,7 +41,7 @@ class _Holder:
 @contextlib.contextmanager
 def _step(folder: Path) -> Iterator[Any]:
     with ckpt.Checkpointer(folder) as checkpointer:
-        checkpointer.save({"w": torch.ones(3)}, 1)
+        save_here(checkpointer, {"w": torch.ones(3)}, 1)
     with ckpt.open(folder / "step_00000001") as step:
         yield step
 
@@ -92,8 +93,8 @@ def test_tensor_of_a_step_is_not_copied(tmp_path: Path) -> None:
 
 def test_saves_go_on_after_a_copy_was_refused(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"w": torch.ones(3)}, 1)
+        save_here(checkpointer, {"w": torch.ones(3)}, 1)
         with pytest.raises(TypeError, match=r"ckpt\.checkpointer\.Checkpointer cannot be copied"):
             copy.deepcopy({"options": _Holder(checkpointer)})
-        checkpointer.save({"w": torch.ones(3)}, 2)
+        save_here(checkpointer, {"w": torch.ones(3)}, 2)
         assert checkpointer.all_steps() == [1, 2]

@@ -24,14 +24,20 @@ def train_with_faults(folder: Path, plan: list[str], *options: str) -> list[dict
     files = ["--log-file", str(folder / "log.jsonl"), "--monitor-log", str(folder / "monitor_{rank}.log")]
     files += ["--events", str(folder / EVENTS)]
     killed = {1: -9} if plan[-1].endswith("kill") else {}
-    run_ranks(SCRIPT, 3, *run, *restart, *files, *options, returncodes=killed)
+    run_ranks(SCRIPT, 3, *run, *restart, *files, *options, returncodes=killed, imports=())
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The records of a run without faults."""
+    folder = tmp_path_factory.mktemp("whole")
+    return train(folder / "root", STEPS, folder / "log.jsonl")
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("snapshots", [False, True], ids=["saves", "snapshots"])
-def test_a_run_with_faults_ends_like_one_without(tmp_path: Path, snapshots: bool) -> None:
-    whole = train(tmp_path / "whole", STEPS, tmp_path / "whole.jsonl")
+def test_a_run_with_faults_ends_like_one_without(tmp_path: Path, snapshots: bool, whole: list[dict[str, Any]]) -> None:
     disturbed = train_with_faults(tmp_path, PLAN, *(("--snapshot-every", "1") if snapshots else ()))
 
     assert disturbed[-1]["digest"] == whole[-1]["digest"]

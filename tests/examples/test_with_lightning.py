@@ -6,8 +6,9 @@ import pytest
 
 from tests.support import run_ranks
 from tests.support.frameworks import LIGHTNING
+from tests.support.selection import needs
 
-pytest.importorskip("lightning")
+needs("lightning")
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "with_lightning.py"
 

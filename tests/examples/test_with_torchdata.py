@@ -8,8 +8,9 @@ import pytest
 from tests.examples.pages import assert_page_shows
 from tests.support import run_ranks
 from tests.support.frameworks import TORCHDATA
+from tests.support.selection import needs
 
-pytest.importorskip("torchdata")
+needs("torchdata")
 pytestmark = pytest.mark.timeout(240)  # it starts Python with torch several times
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "with_torchdata.py"

@@ -11,8 +11,6 @@ from tests.examples.pages import assert_page_shows
 from tests.support import run_ranks
 from tests.support.frameworks import TORCHTITAN_ON_CPU
 
-pytest.importorskip("torchtitan.components.checkpointer", exc_type=ImportError)
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = Path(torchtitan_on_cpu.__file__)
 SMALL = "--checkpoint.interval 2 --training.steps 4 --training.seq_len 32 --training.local_batch_size 2 --debug.seed 1"
@@ -24,6 +22,7 @@ def options(folder: Path, module: str, config: str) -> list[str]:
 
 @pytest.mark.timeout(400)
 def test_it_goes_on_after_a_kill_like_a_run_without(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan.components.checkpointer", exc_type=ImportError)
     example = options(tmp_path / "killed", "examples.with_torchtitan", "debugmodel")
     whole = options(tmp_path / "whole", torchtitan_on_cpu.__name__, "with_override")
     how = {"timeout": 120, "imports": TORCHTITAN_ON_CPU}

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from inprocess import CallWrapper, Wrapper
+from inprocess import CallWrapper, Wrapper, torn_locks
 from inprocess.torn_locks import release_torn_locks, used_locks
 from tests.inprocess.restarting import PATIENT, logged
 from tests.support import LeakCheck, rank_values
@@ -157,7 +157,8 @@ def _semaphore() -> Any:
     ],
     ids=lambda make: make.__name__.strip("_"),
 )
-def test_it_is_found_and_released(make: Any) -> None:
+def test_it_is_found_and_released(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torn_locks, "_PATIENCE_S", 0.1)  # no other thread holds it
     function, lock = make()
     with pytest.raises((ValueError, RuntimeError)) as raised:
         function()

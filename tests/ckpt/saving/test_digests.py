@@ -12,6 +12,7 @@ import torch
 import ckpt
 from ckpt.errors import SaveAbandonedError
 from tests.support import run_ranks
+from tests.support.saves import save_here
 
 
 class _Lines(logging.Handler):
@@ -32,7 +33,7 @@ def _log() -> list[str]:
 
 def _outcome_of_save(checkpointer: ckpt.Checkpointer, state: Any, step: int) -> str:
     try:
-        checkpointer.save(state, step)
+        save_here(checkpointer, state, step)
     except SaveAbandonedError as error:
         return str(error)
     return "published"
@@ -81,7 +82,7 @@ def _train_with_batch_norm(rank: int, world_size: int, root: Path, form: str) ->
         del state["model"]["module.table"]  # large: could be a parameter
     with ckpt.Checkpointer(root) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(state, step)
+            save_here(checkpointer, state, step)
     return {name: buffer.clone() for name, buffer in model.named_buffers()}, lines
 
 
@@ -114,7 +115,7 @@ def _with_other_parameters(rank: int, world_size: int, root: Path, replicas: Any
     lines = _log()
     with ckpt.Checkpointer(root, on_divergence=replicas) as checkpointer:
         state = {"model": model if form == "module" else model.state_dict(), "optimizer": optimizer}
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
         with torch.no_grad():
             before = [tensor.clone() for tensor in changed]
             for tensor in changed:
@@ -125,7 +126,7 @@ def _with_other_parameters(rank: int, world_size: int, root: Path, replicas: Any
         with torch.no_grad():
             for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)
-        checkpointer.save(state, 4)
+        save_here(checkpointer, state, 4)
         return outcome, silent, again, lines, checkpointer.all_steps()
 
 
@@ -226,9 +227,9 @@ def _with_other_values(rank: int, world_size: int, root: Path) -> Any:
     lines = _log()
     with ckpt.Checkpointer(root) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(own, step)
+            save_here(checkpointer, own, step)
         own["same"]["lr"] += rank
-        checkpointer.save(own, 3)
+        save_here(checkpointer, own, 3)
         return lines, checkpointer.all_steps()
 
 

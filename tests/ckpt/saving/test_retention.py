@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt import Best, Checkpointer, Every, EverySeconds, Keep, Latest, Pinned, StorageError
 from ckpt.storage.documents import decode_document, encode_document
+from tests.support.saves import save_here
 
 
 def _save(checkpointer: Checkpointer, step: int, **metrics: Any) -> None:
-    checkpointer.save({"w": torch.full((8,), float(step))}, step, metrics=metrics)
+    save_here(checkpointer, {"w": torch.full((8,), float(step))}, step, metrics=metrics)
 
 
 def _published_at(root: Path, step: int, seconds: float) -> None:
@@ -35,7 +36,7 @@ def _published_at(root: Path, step: int, seconds: float) -> None:
 def test_a_metric_that_no_step_has_is_named_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Checkpointer(tmp_path, keep=Latest(2) | Best("loss") | Best("val_loss")) as checkpointer:
         for step in range(1, 5):
-            _save(checkpointer, step, val_loss=float(step))
+            checkpointer.save({"w": torch.zeros(8)}, step, metrics={"val_loss": float(step)})
         assert checkpointer.all_steps() == [1, 3, 4]
     said = capfd.readouterr().err
     assert said.count("keep has ckpt.Best('loss'), and no step of") == said.count("ckpt.Best(") == 1, said

@@ -16,6 +16,7 @@ from ckpt.storage.recycled import recycled_path
 from ckpt.storage.root import CheckpointRoot, intent_of_step
 from ckpt.validation import validate
 from tests.support import LeakCheck, run_ranks
+from tests.support.saves import save_here
 
 _FILE_BYTES = 64 << 10
 _PACKS = Path("packs", "000")
@@ -92,40 +93,40 @@ def test_by_all_ranks(tmp_path: Path) -> None:
 def test_several_steps_at_once(tmp_path: Path) -> None:
     with _open(tmp_path, keep=3) as checkpointer:
         for step in range(1, 4):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
     with _open(tmp_path) as checkpointer:
-        checkpointer.save(_state(4.0), 4)
+        save_here(checkpointer, _state(4.0), 4)
         assert checkpointer.all_steps() == [4]
         assert len(_retired(tmp_path)) == 1
-        checkpointer.save(_state(5.0), 5)
+        save_here(checkpointer, _state(5.0), 5)
     _assert_whole(tmp_path, 5)
 
 
 def test_another_structure(tmp_path: Path) -> None:
     with _open(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
         assert len(_retired(tmp_path)) == 1
-        checkpointer.save(_state(3.0, 40_000), 3)
+        save_here(checkpointer, _state(3.0, 40_000), 3)
         assert not _retired(tmp_path), "the files of the plan before stay"
         for step in (4, 5):
-            checkpointer.save(_state(float(step), 40_000), step)
+            save_here(checkpointer, _state(float(step), 40_000), step)
     _assert_whole(tmp_path, 5, 40_000)
 
 
 def test_one_that_is_being_read_is_left_alone(tmp_path: Path) -> None:
     with _open(tmp_path) as checkpointer:
-        checkpointer.save(_state(1.0), 1)
+        save_here(checkpointer, _state(1.0), 1)
         before = _files(tmp_path / "step_00000001")
         reader = lock_shared(str(tmp_path / "step_00000001"))
         assert reader is not None
         with reader:
             for step in (2, 3, 4):
-                checkpointer.save(_state(float(step)), step)
+                save_here(checkpointer, _state(float(step)), step)
             assert checkpointer.all_steps() == [1, 4]
             assert _files(tmp_path / "step_00000001") == before
             assert not validate(str(tmp_path / "step_00000001")).problems
-        checkpointer.save(_state(5.0), 5)
+        save_here(checkpointer, _state(5.0), 5)
         assert checkpointer.all_steps() == [5]
     _assert_whole(tmp_path, 5)
 
@@ -134,7 +135,7 @@ def test_what_is_linked_elsewhere_does_not_change(tmp_path: Path) -> None:
     """A copy by hard links is how some keep a step for ever."""
     root, copy = tmp_path / "root", tmp_path / "copy" / "step_00000001"
     with _open(root) as checkpointer:
-        checkpointer.save(_state(1.0), 1)
+        save_here(checkpointer, _state(1.0), 1)
         step = root / "step_00000001"
         for path in step.rglob("*"):
             target = copy / path.relative_to(step)
@@ -142,7 +143,7 @@ def test_what_is_linked_elsewhere_does_not_change(tmp_path: Path) -> None:
             if path.is_file():
                 os.link(path, target)
         for number in (2, 3, 4):
-            checkpointer.save(_state(float(number)), number)
+            save_here(checkpointer, _state(float(number)), number)
     assert not validate(str(copy)).problems
     _assert_whole(root, 4)
 
@@ -151,7 +152,7 @@ def test_what_is_linked_elsewhere_does_not_change(tmp_path: Path) -> None:
 def test_links_are_not_followed(tmp_path: Path, what: str) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     with _open(root) as checkpointer:
-        checkpointer.save(_state(1.0), 1)
+        save_here(checkpointer, _state(1.0), 1)
         packs = root / "step_00000001" / _PACKS
         if what == "directory":
             packs.rename(outside)
@@ -164,7 +165,7 @@ def test_links_are_not_followed(tmp_path: Path, what: str) -> None:
         content = {path.name: path.read_bytes() for path in outside.iterdir()}
         assert len(content) > 1
         for step in (2, 3, 4):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
         assert {path.name: path.read_bytes() for path in outside.iterdir()} == content
     _assert_whole(root, 4)
 
@@ -172,13 +173,13 @@ def test_links_are_not_followed(tmp_path: Path, what: str) -> None:
 def test_files_that_were_changed_are_mended(tmp_path: Path) -> None:
     with _open(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
         (plan,) = _retired(tmp_path)
         packs = tmp_path / ".retired" / plan / _PACKS
         (packs / "rank_00000_000").write_bytes(b"x" * 1_000_000)
         (packs / "rank_00000_001").write_bytes(b"")
         (packs / "rank_00000_002").unlink()
-        checkpointer.save(_state(3.0), 3)
+        save_here(checkpointer, _state(3.0), 3)
     _assert_whole(tmp_path, 3)
 
 
@@ -198,19 +199,19 @@ def test_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_an_earlier_run_left(tmp_path: Path) -> None:
     with _open(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
         (plan,) = _retired(tmp_path)
         (tmp_path / ".retired" / plan).rename(tmp_path / "kept")
     (tmp_path / "kept").rename(tmp_path / ".retired" / plan)  # as after a crash
     left = _files(tmp_path / ".retired" / plan)
     with _open(tmp_path) as checkpointer:
-        checkpointer.save(_state(3.0), 3)
+        save_here(checkpointer, _state(3.0), 3)
         assert _files(tmp_path / "step_00000003") == left
         (plan,) = _retired(tmp_path)
         (tmp_path / ".retired" / plan).rename(tmp_path / "kept")
     (tmp_path / "kept").rename(tmp_path / ".retired" / plan)
     with _open(tmp_path, reuse_files=False) as checkpointer:
-        checkpointer.save(_state(4.0), 4)
+        save_here(checkpointer, _state(4.0), 4)
         assert not _retired(tmp_path), "nobody will use them"
         assert not set(_files(tmp_path / "step_00000004").values()) & set(left.values())
     _assert_whole(tmp_path, 4)
@@ -250,7 +251,7 @@ def test_killed_while_it_retires_a_step(tmp_path: Path) -> None:
     before = tmp_path / "before"
     with ckpt.Checkpointer(before, staging=ckpt.Staging(file_bytes=_FILE_BYTES)) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
     plan = (intent_of_step(str(before / "step_00000001")) or {}).get("plan")
     assert plan is not None
     statuses = []
@@ -269,8 +270,8 @@ def test_killed_while_it_retires_a_step(tmp_path: Path) -> None:
         if there:
             assert not validate(str(root / "step_00000001")).problems
         with _open(root) as checkpointer:
-            checkpointer.save(_state(3.0), 3)
-            checkpointer.save(_state(4.0), 4)
+            save_here(checkpointer, _state(3.0), 3)
+            save_here(checkpointer, _state(4.0), 4)
             assert checkpointer.all_steps() == [4]
             assert len(_retired(root)) == 1
             _assert_restored(checkpointer, 4)
@@ -286,10 +287,10 @@ def test_somebody_else_takes_it_first(tmp_path: Path) -> None:
     """Whoever removes what is retired and the save that takes it cannot meet."""
     with _open(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
         root = CheckpointRoot(str(tmp_path))
         (plan,) = _retired(tmp_path)
         os.rename(os.path.join(recycled_path(root), plan), tmp_path / "elsewhere")
-        checkpointer.save(_state(3.0), 3)
+        save_here(checkpointer, _state(3.0), 3)
         assert not set(_files(tmp_path / "elsewhere").values()) & set(_files(tmp_path / "step_00000003").values())
     _assert_whole(tmp_path, 3)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -26,8 +25,9 @@ from ckpt.saving.share import Share
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, is_state_of, resized, restarted, train_step
 from tests.support import LeakCheck, run_ranks
+from tests.support.saves import save_here
 from tests.support.selection import full_only
-from tests.support.template import REPOSITORY
+from tests.support.template import REPOSITORY, quick_python
 
 _DRAIN = timedelta(seconds=20)
 
@@ -192,11 +192,11 @@ def _two_of_one_step(root: Path, order: str) -> None:
         state = fresh()
         if "claimed" in first:
             train_step(state, 0, 3)
-            checkpointer.save(state, 3)
+            save_here(checkpointer, state, 3)
         for kind in (first, second):
             train_step(state, 0, 5)  # not the same the second time
             if "save" in kind:
-                checkpointer.save(state, 5)
+                save_here(checkpointer, state, 5)
             else:
                 checkpointer.snapshot(state, 5)
         expected = {name: tensor.clone() for name, tensor in state["weights"].items()}
@@ -616,12 +616,18 @@ def test_a_second_fault_before_the_next_snapshot(tmp_path: Path) -> None:
 def test_replaced_processes_get_their_shares_from_a_neighbour(tmp_path: Path, victims: tuple[int, ...]) -> None:
     """Under the launcher, which starts a process for each that was killed."""
     program = Path(__file__).with_name("snapshot_program.py")
-    launcher = [sys.executable, "-m", "inprocess.fault_tolerance.launcher", "--standalone", "--nproc-per-node=4"]
+    launcher = [quick_python(), "-m", "inprocess.fault_tolerance.launcher", "--standalone", "--nproc-per-node=4"]
     command = [*launcher, "--ft-restart-policy=in-process", str(program), str(tmp_path), *map(str, victims)]
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "PYTHON_EXEC": quick_python(),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
         capture_output=True,
         text=True,
         timeout=100,

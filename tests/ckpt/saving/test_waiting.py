@@ -173,7 +173,7 @@ def test_all_waiting_ranks_together_ask_little_of_the_file_system(
     """While one part in each directory is missing: the coordinator lists them all."""
     pending = _begun(tmp_path, nodes * per_node)
     job = _Job(pending, nodes, per_node)
-    seconds = 12.0
+    seconds = 6.0
     with _counted(monkeypatch) as counts:
         job.run(0.0, seconds, 0.05 if nodes < 100 else 0.5)
     renewals = seconds * min(nodes / RENEW_S, RENEWALS_PER_S)

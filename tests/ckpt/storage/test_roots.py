@@ -13,6 +13,7 @@ import torch
 import ckpt
 from ckpt.storage.roots import absolute
 from tests.ckpt.storage.small_saves import assert_whole, opened, save
+from tests.support.saves import save_here
 from tools.inspect_ckpt.__main__ import main as inspect_ckpt
 
 _URL = "s3://bucket/run7"
@@ -73,14 +74,14 @@ def test_the_name_of_a_step_in_a_store_is_no_root(tmp_path: Path, below: str) ->
     """It has no objects there, so a job would start from scratch, beside its steps."""
     root = f"directory://{tmp_path}/root"
     with ckpt.Checkpointer(root) as checkpointer:
-        checkpointer.save({"w": torch.ones(3)}, 2)
+        save_here(checkpointer, {"w": torch.ones(3)}, 2)
     for arguments in ({"root": root + below}, {"root": tmp_path / "another", "mirror": root + below}):
         with pytest.raises(ckpt.StorageError, match=rf"is a step, or inside of one.*; give {root}$"):
             ckpt.Checkpointer(**arguments)  # type: ignore[arg-type]
     assert inspect_ckpt(["ls", root + below]) == 2
     elsewhere = f"directory://{tmp_path}/checkpoints{below}"
     with ckpt.Checkpointer(elsewhere) as checkpointer:
-        checkpointer.save({"w": torch.ones(3)}, 1)
+        save_here(checkpointer, {"w": torch.ones(3)}, 1)
     assert ckpt.load(elsewhere)["w"].tolist() == [1.0, 1.0, 1.0], "in no root it is a name as others"
 
 
@@ -91,7 +92,7 @@ def test_a_step_is_read_by_the_name_of_its_root_and_its_own(
     root = f"{scheme}{tmp_path}/root"
     with ckpt.Checkpointer(root) as checkpointer:
         for step in (2, 3):
-            checkpointer.save({"w": torch.full((3,), float(step))}, step)
+            save_here(checkpointer, {"w": torch.full((3,), float(step))}, step)
     step_2 = f"{root}/step_00000002"
     assert ckpt.load(step_2)["w"].tolist() == [2.0, 2.0, 2.0]
     with ckpt.open(step_2) as checkpoint:
@@ -156,10 +157,10 @@ def test_the_home_directory_of_the_user(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(here)
     mirror, exports = ckpt.Mirror("~/mirror"), ckpt.ExportOptions("~/exports", every=1)
     with ckpt.Checkpointer("~/run", mirror=mirror, export=exports) as checkpointer:
-        checkpointer.save({"w": torch.ones(3)}, 1)
+        save_here(checkpointer, {"w": torch.ones(3)}, 1)
         assert checkpointer.root == str(home / "run")
     with ckpt.Checkpointer("~/run2", mirror=ckpt.Mirror("~/mirror2"), node_local="~/node") as checkpointer:
-        checkpointer.save({"w": torch.ones(3)}, 1)
+        save_here(checkpointer, {"w": torch.ones(3)}, 1)
     assert ckpt.load("~/run")["w"].tolist() == [1.0, 1.0, 1.0]
     with ckpt.open("~/mirror") as checkpoint:
         assert checkpoint.step == 1

@@ -1,7 +1,7 @@
-"""A process that has imported the launcher once and forks one per command: `launcher_server.py SOCKET_FD MODULE ...`.
+"""A process that has imported the launcher once and forks one per command: `launcher_server.py MODULE ...`.
 
-Packets are JSON: {"argv", "env", "log", "cwd"} is answered with {"pid"}, each end with {"pid", "code"}. One thread, so
-that its children can use torch.
+Its standard input is a socket. Packets are JSON: {"argv", "env", "log", "cwd"} is answered with {"pid"}, each end with
+{"pid", "code"}. One thread, so that its children can use torch.
 """
 
 import json
@@ -16,10 +16,13 @@ from typing import Any, NoReturn
 
 
 def main() -> None:
-    end = socket.socket(fileno=int(sys.argv[1]))
+    end = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)  # what launchers have
+    os.close(null)
     from inprocess.fault_tolerance.launcher import command  # noqa: F401  # torch
 
-    for module in sys.argv[2:]:
+    for module in sys.argv[1:]:
         import_module(module)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)

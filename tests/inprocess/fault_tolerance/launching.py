@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 import uuid
@@ -179,11 +178,10 @@ class LauncherServer:
         self._codes: dict[int, int] = {}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(_SERVER), str(theirs.fileno()), *modules],
+                [quick_python(), str(_SERVER), *modules],
                 cwd=REPOSITORY,
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONFAULTHANDLER": "1"},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                stdin=theirs.fileno(),
                 start_new_session=True,
             )
 

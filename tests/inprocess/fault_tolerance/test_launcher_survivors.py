@@ -415,15 +415,19 @@ def test_a_crash_beside_a_worker_that_ends_with_0_is_the_cause(job: Job, policy:
     import inprocess
 
     def train():
-        say("pid", os.getpid())
+        say("is there")
         while not os.path.exists(os.environ["TEST_EVENTS"] + ".go"):
             time.sleep(0.02)
         os._exit(3 if rank == 1 else 0)
 
     inprocess.Wrapper()(train)()
     """
-    launcher = job.one_node(script, *policy, ranks=2, restarts=0)
-    fds = [os.pidfd_open(int(job.wait_event(rf"cycle 0 rank {rank} pid (\d+)", 50)[1])) for rank in (0, 1)]
+    launcher = job.one_node(script, *policy, ranks=2, restarts=0, with_torch=True)
+    for rank in (0, 1):
+        job.wait_event(rf"cycle 0 rank {rank} is there", 50)
+    workers = [each for each in psutil.Process(launcher.pid).children() if str(job.folder) in " ".join(each.cmdline())]
+    fds = [os.pidfd_open(each.pid) for each in workers]
+    assert len(fds) == 2
     launcher.signal(signal.SIGSTOP)
     job.wait_for(lambda: psutil.Process(launcher.pid).status(), psutil.STATUS_STOPPED, 30)
     go(job)

@@ -183,8 +183,6 @@ _REPRESENTATIVE = (
     (Kind.EXCEPTION, Point.FIRST_ASSIGNMENT, 0),
     (Kind.SIGTERM, Point.INITIALIZE, 1),
     (Kind.EXCEPTION, Point.HEALTH_CHECK, 2),
-    (Kind.EXCEPTION, Point.FUNCTION, 1),
-    (Kind.SIGKILL, Point.FUNCTION, 0),
     (Kind.GLOO_HANG, Point.FUNCTION, 1),
     (Kind.GIL_HANG, Point.FUNCTION, 1),
     (Kind.BOTH_KILLED, Point.FUNCTION, 0),

@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests.support.template import quick_python
+
 __all__ = ["Nursery"]
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
@@ -41,7 +43,7 @@ class Nursery:
     def __init__(self, entry: str = "tests.inprocess.faults.rank:live") -> None:
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.inprocess.faults.nursery", entry],
+            [quick_python(), "-m", "tests.inprocess.faults.nursery", entry],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from inprocess import torn_locks
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.thrower import MainThreadThrower, discard_imports, failed_imports
 from inprocess.modes import Modes
@@ -190,8 +191,11 @@ def test_no_lock_is_left_wherever_it_is_thrown(thrower: MainThreadThrower) -> No
     assert place > 20
 
 
-def test_locks_that_are_torn_all_the_same_are_released(thrower: MainThreadThrower) -> None:
+def test_locks_that_are_torn_all_the_same_are_released(
+    thrower: MainThreadThrower, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Past its limit the exception is raised in `queue` and `threading`, too."""
+    monkeypatch.setattr(torn_locks, "_PATIENCE_S", 0.1)  # for each lock; no other thread holds one
     items: queue.Queue[int] = queue.Queue(2)
     event, semaphore = threading.Event(), threading.Semaphore(2)
 
