@@ -18,21 +18,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LONG_FILES: dict[str, int] = {}
 
 # Names of modules with one meaning in every package: what the package sends, what users set, and so on.
-ROLES = {"errors", "interface", "messages", "options", "worker"}
+ROLES = {"background", "errors", "interface", "messages", "options", "worker"}
 
 # Other names of modules that several packages have, and how many.
-SAME_MODULES = {
-    "background": 2,
-    "config": 2,
-    "memory": 2,
-    "process": 2,
-}
+SAME_MODULES: dict[str, int] = {}
 
 # Names that several classes have, and how many.
 SAME_CLASSES = {
     "MaxActiveWorldSize": 2,  # fixed by nvidia_resiliency_ext, in two modules: a rank assignment, and a filter
     "RankFilter": 2,  # likewise
-    "Writer": 3,
 }
 
 

@@ -12,10 +12,10 @@ them; `call` is one call from its `request` to its end, `writer` and `writer_mai
 from ckpt.async_calls.call import CallTimer, RecoverableCall
 from ckpt.async_calls.caller import DistributedAsyncCaller
 from ckpt.async_calls.compatible import abort_nvrx_checkpoint
-from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.context import WriterContext, current
 from ckpt.async_calls.queue import AsyncCallsQueue
 from ckpt.async_calls.request import AsyncRequest
+from ckpt.async_calls.writer_config import WriterConfig
 
 __all__ = [
     "AsyncCallsQueue",

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.queue import AsyncCallsQueue
 from ckpt.async_calls.request import AsyncRequest
+from ckpt.async_calls.writer_config import WriterConfig
 from inprocess.ipc.uncopied import Uncopied
 
 if TYPE_CHECKING:

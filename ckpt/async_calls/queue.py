@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ckpt.async_calls.compatible import WarmupPersistentCaller, remember
-from ckpt.async_calls.config import WriterConfig, with_priorities
 from ckpt.async_calls.failures import failed_elsewhere, not_closed, not_done, with_note
 from ckpt.async_calls.request import Request
 from ckpt.async_calls.runner import NO_CALL, CallRunner
 from ckpt.async_calls.settled import SettledCalls
+from ckpt.async_calls.writer_config import WriterConfig, with_priorities
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.ranks.collectives import Ranks

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from ckpt.async_calls.call import Call
-from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.request import Request
-from ckpt.async_calls.writer import CallOutcome, Writer, WriterPool, wait_for_any
+from ckpt.async_calls.writer import CallOutcome, WriterPool, WriterProcess, wait_for_any
+from ckpt.async_calls.writer_config import WriterConfig
 from ckpt.errors import WriterError
 from ckpt.keeper.messages import Notice
 from ckpt.keeper.trainer_side import Keeper
@@ -231,7 +231,7 @@ class CallRunner(Uncopied):
             self._keeper.close(ending.within(self._config.close_timeout_s))
 
     @property
-    def _writers(self) -> list[Writer]:
+    def _writers(self) -> list[WriterProcess]:
         return self._pool.writers
 
 

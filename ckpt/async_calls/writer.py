@@ -23,8 +23,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ckpt.async_calls.call import Call
-from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.messages import CODEC, Message, Ready, Run
+from ckpt.async_calls.writer_config import WriterConfig
 from ckpt.async_calls.writer_main import CONTROL_PAGE, ControlPage
 from ckpt.errors import RemoteTraceback, WriterError
 from ckpt.keeper.kept_regions import keep_message
@@ -36,7 +36,7 @@ from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["CallOutcome", "Writer", "WriterPool", "wait_for_any"]
+__all__ = ["CallOutcome", "WriterProcess", "WriterPool", "wait_for_any"]
 
 _MAX_ATTEMPTS = 2
 _EXIT_WAIT_S = 2.0
@@ -53,7 +53,7 @@ class CallOutcome:
     """The end of the message of the error, for a message with another subject."""
 
 
-class Writer:
+class WriterProcess:
     """Runs calls in one background process at a time, in the order submitted.
 
     Used by one thread of the trainer; forked children must not use it.
@@ -351,7 +351,7 @@ class WriterPool:
 
     def __init__(self, config: WriterConfig, count: int, keeper: Keeper) -> None:
         self.keeper = keeper
-        self.writers = [Writer(config, keeper) for _ in range(count)]
+        self.writers = [WriterProcess(config, keeper) for _ in range(count)]
 
     def replace_all(self, config: WriterConfig) -> WriterPool:
         """Take new processes, none of which is started yet, and return a pool of the old ones."""
@@ -370,7 +370,7 @@ class WriterPool:
             writer.discard()
 
 
-def wait_for_any(writers: Iterable[Writer], timeout_s: float, interrupted: Wakeup | None = None) -> None:
+def wait_for_any(writers: Iterable[WriterProcess], timeout_s: float, interrupted: Wakeup | None = None) -> None:
     """Wait until one of them has something to `poll` for, at most `timeout_s`, or until `interrupted` is set."""
     poll = select.poll()
     if interrupted is not None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from ckpt.arguments import in_seconds
 from ckpt.async_calls.call import Call
-from ckpt.async_calls.config import WriterConfig
 from ckpt.async_calls.request import AsyncRequest
-from ckpt.async_calls.writer import CallOutcome, Writer, wait_for_any
+from ckpt.async_calls.writer import CallOutcome, WriterProcess, wait_for_any
+from ckpt.async_calls.writer_config import WriterConfig
 from ckpt.errors import CheckpointError, RemoteTraceback
 from ckpt.events import ExportDone, ExportFailed
 from ckpt.exporting.options import ExportOptions
@@ -71,7 +71,7 @@ class BackgroundExports:
         self._options = options
         timeout_s = in_seconds(options.timeout)
         config = WriterConfig(_NICE, "best-effort", _IO_LEVEL, start_timeout_s=timeout_s)
-        self._writer = Writer(config, keeper, "export")  # with a process while an export runs
+        self._writer = WriterProcess(config, keeper, "export")  # with a process while an export runs
         self._running: _Running | None = None
         self._calls = 0
         self._waiting: tuple[int, HeldStep] | None = None

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Self
 
 from ckpt.replication.connection import BlockError, Connection
+from ckpt.replication.held_replicas import ReplicaMemory
 from ckpt.replication.limiter import Limiter
-from ckpt.replication.memory import ReplicaMemory
 from ckpt.replication.replica import Address, Piece, Replica, TransportError
 from ckpt.replication.replica_messages import Answer, Held, List, PeerMessage, Read, StoreReplica
 from ckpt.replication.tcp_server import TcpServer

@@ -14,8 +14,8 @@ import threading
 import time
 
 from ckpt.replication.connection import BlockError, Connection
+from ckpt.replication.held_replicas import ReplicaMemory
 from ckpt.replication.limiter import Limiter
-from ckpt.replication.memory import ReplicaMemory
 from ckpt.replication.replica import Address, Piece, TransportError
 from ckpt.replication.replica_messages import Answer, Held, List, PeerMessage, Read, StoreReplica
 from inprocess.ipc.packets import PacketError

@@ -22,7 +22,7 @@ from collections import deque
 from ckpt.keeper.forking import let_go_of_terminal
 from ckpt.keeper.messages import DropRegion, GiveUp, Notice
 from ckpt.keeper.worker_memory import WorkerMemory
-from ckpt.replication.memory import ReplicaMemory
+from ckpt.replication.held_replicas import ReplicaMemory
 from ckpt.replication.replica import Piece, Replica, TransportError
 from ckpt.replication.replica_messages import (
     CONTROL,

@@ -31,9 +31,9 @@ from ckpt.options import Snapshots
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.group import Group
 from ckpt.ranks.rounds import Round, value_of
-from ckpt.replication.memory import usable_bytes
-from ckpt.replication.process import ReplicaWorker
+from ckpt.replication.held_replicas import usable_bytes
 from ckpt.replication.replica import Address, Replica, TransportError
+from ckpt.replication.replica_process import ReplicaWorker
 from ckpt.replication.sender import Sent
 from ckpt.replication.tcp import TcpTransport
 from ckpt.saving.remote_share import RemoteShare

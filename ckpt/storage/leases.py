@@ -47,7 +47,7 @@ __all__ = [
     "Lease",
     "Leases",
     "ReadLease",
-    "Writer",
+    "RegisteredWriter",
     "changed_s",
     "is_fresh",
     "is_reader_alive",
@@ -64,7 +64,7 @@ _MAX_FILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class RegisteredWriter:
     """A registered writer process. `has_trainer`: its trainer is alive and has not left."""
 
     rank: int
@@ -101,7 +101,7 @@ class Leases:
         """
         self._append({"rank": rank, "left": [trainer.pid, trainer.start], "done": done})
 
-    def writers(self) -> list[Writer]:
+    def writers(self) -> list[RegisteredWriter]:
         """Return all registered writers. StorageError if they cannot be read."""
         names = directories.names_in(self.path)
         now = directories.server_time(self.path) if names else 0.0
@@ -129,7 +129,7 @@ class Leases:
         """Record how often this host renews. StorageError if the directory does not exist."""
         self._append({"renew_s": renew_s})
 
-    def of_host(self, name: str, fresh: Callable[[float], bool]) -> list[Writer]:
+    def of_host(self, name: str, fresh: Callable[[float], bool]) -> list[RegisteredWriter]:
         """Return the writers in the file `name`; `fresh` says whether it was renewed within so many seconds."""
         return list(self._writers_of(name, fresh))
 
@@ -142,7 +142,7 @@ class Leases:
         """Renew the lease of this host. StorageError if the directory does not exist."""
         files.touch(self.own_file())
 
-    def _writers_of(self, name: str, fresh_within: Callable[[float], bool]) -> Iterable[Writer]:
+    def _writers_of(self, name: str, fresh_within: Callable[[float], bool]) -> Iterable[RegisteredWriter]:
         lines = self._lines(name)
         announced = [line["renew_s"] for line in lines if "renew_s" in line]
         fresh = fresh_within(EXPIRY_S * max(1.0, announced[-1] / RENEW_S if announced else 1.0))
@@ -154,7 +154,7 @@ class Leases:
             process, trainer = (Process(_host_of(name), *line[key]) for key in ("writer", "trainer"))
             has_trainer = tuple(line["trainer"]) not in left and _is_alive(trainer, fresh)
             is_done = tuple(line["trainer"]) in (left if process == trainer else done)
-            yield Writer(int(line["rank"]), process, not is_done and _is_alive(process, fresh), has_trainer)
+            yield RegisteredWriter(int(line["rank"]), process, not is_done and _is_alive(process, fresh), has_trainer)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         """Return the entries of a file, without a last line that is incomplete. StorageError if they cannot be read."""

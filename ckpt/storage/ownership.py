@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from ckpt.errors import CheckpointCorruptError, FencedError, StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.documents import ILL_FORMED, decode_document, encode_document, well_formed
-from ckpt.storage.leases import EXPIRY_S, RENEW_S, Leases, Writer, changed_s, is_fresh
+from ckpt.storage.leases import EXPIRY_S, RENEW_S, Leases, RegisteredWriter, changed_s, is_fresh
 from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
@@ -318,7 +318,7 @@ class Ownership:
         return self._overview(token, writers, None if changed is None else now - changed, ages.values())
 
     def _overview(
-        self, token: int, writers: Sequence[Writer], claim_age_s: float | None, ages: Iterable[float]
+        self, token: int, writers: Sequence[RegisteredWriter], claim_age_s: float | None, ages: Iterable[float]
     ) -> OwnerOverview:
         claimer = self.claimer(token)
         active = any(writer.has_trainer for writer in writers)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, StorageError
-from ckpt.storage.leases import Lease, Leases, Writer
+from ckpt.storage.leases import Lease, Leases, RegisteredWriter
 from ckpt.storage.names import parse_save_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.ownership import MAX_CLAIM_BYTES, OwnerOverview, Ownership, tokens_in
@@ -159,11 +159,11 @@ class StoreLeases(Leases):
         """See `Leases.renew`."""
         self._put(self._impatient, "renewed")
 
-    def writers(self) -> list[Writer]:
+    def writers(self) -> list[RegisteredWriter]:
         """See `Leases.writers`. One list."""
         return self.writers_in(list(self._store.below(f"{self._prefix}/")), self._store.now)
 
-    def writers_in(self, found: list[About], now: Callable[[], float]) -> list[Writer]:
+    def writers_in(self, found: list[About], now: Callable[[], float]) -> list[RegisteredWriter]:
         """Return the writers that objects tell of. `now` is asked for the time if there are some of other hosts."""
         by_host: dict[str, list[About]] = {}
         for each in found:
@@ -188,7 +188,7 @@ class StoreLeases(Leases):
         """See `Leases.watch_host`."""
         return _StoreHostWatch(self, host)
 
-    def of_one_host(self, host: str) -> list[Writer]:
+    def of_one_host(self, host: str) -> list[RegisteredWriter]:
         """Return the writers of a host."""
         found = list(self._store.below(f"{self._prefix}/{host}/"))
         return list(self._writers_of_host(host, found, self._store.now))
@@ -204,7 +204,7 @@ class StoreLeases(Leases):
     def _put(self, store: Store, name: str) -> None:
         store.put(f"{self._prefix}/{Process.here().host}/{name}", b"")
 
-    def _writers_of_host(self, host: str, found: list[About], now: Callable[[], float]) -> Iterable[Writer]:
+    def _writers_of_host(self, host: str, found: list[About], now: Callable[[], float]) -> Iterable[RegisteredWriter]:
         names = {each.key.rpartition("/")[2]: each for each in found}
         newest = max(each.modified_s for each in found) if found else 0.0
         left = {(int(match[1]), int(match[2])): match[3] == "1" for name in names if (match := _LEFT.fullmatch(name))}
@@ -221,7 +221,7 @@ class StoreLeases(Leases):
             process, trainer = Process(host, pid, start), Process(host, trainer_pid, trainer_start)
             key = trainer_pid, trainer_start
             is_done = key in left and (process == trainer or left[key])
-            yield Writer(rank, process, not is_done and alive(process), key not in left and alive(trainer))
+            yield RegisteredWriter(rank, process, not is_done and alive(process), key not in left and alive(trainer))
 
 
 class _StoreHostWatch:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.async_calls.writer import Writer
+from ckpt.async_calls.writer import WriterProcess
 from ckpt.ranks.collectives import Ranks
 from ckpt.saving import stage as stage_module
 from ckpt.storage import directories, files
@@ -155,7 +155,7 @@ def test_a_writer_that_begins_a_save_too_late_leaves_nothing(
     checkpointer.save(state, 1)
     request = checkpointer.save_request(state, 2)
     request = with_writer(request, _Returning)
-    submit = Writer.submit
+    submit = WriterProcess.submit
 
     def submit_and_stop(*args: Any) -> None:
         submit(*args)

@@ -17,8 +17,8 @@ import pytest
 
 from ckpt.replication import connection as connections
 from ckpt.replication.connection import Connection
+from ckpt.replication.held_replicas import ReplicaMemory
 from ckpt.replication.limiter import BLOCK_BYTES, Limiter
-from ckpt.replication.memory import ReplicaMemory
 from ckpt.replication.replica import Address, Piece, Replica, TransportError
 from ckpt.replication.replica_messages import PEERS, PROTOCOL, StoreReplica
 from ckpt.replication.tcp import TcpTransport
@@ -354,7 +354,7 @@ def test_a_holder_without_room_refuses_and_keeps_what_it_has() -> None:
 
 _WITHOUT_MEMORY = """
 import resource, sys
-from ckpt.replication.memory import ReplicaMemory
+from ckpt.replication.held_replicas import ReplicaMemory
 from ckpt.replication.tcp import TcpTransport
 memory = ReplicaMemory(1 << 40)
 server = TcpTransport(sys.argv[1], sys.argv[2]).serve(memory)

@@ -8,8 +8,8 @@ import pytest
 
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.replication import tcp_server
-from ckpt.replication.process import ReplicaWorker
 from ckpt.replication.replica import Address, Replica
+from ckpt.replication.replica_process import ReplicaWorker
 from ckpt.replication.tcp import RemoteHolder, TcpTransport
 from ckpt.saving.remote_share import RemoteShare
 from ckpt.storage.regular_files import DamagedFileError

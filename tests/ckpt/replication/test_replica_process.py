@@ -12,9 +12,9 @@ import pytest
 
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.replication import process
-from ckpt.replication.process import ReplicaWorker
 from ckpt.replication.replica import Address, Replica, TransportError
 from ckpt.replication.replica_messages import Admit, List
+from ckpt.replication.replica_process import ReplicaWorker
 from ckpt.replication.sender import Sent
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
@@ -211,7 +211,7 @@ def test_an_address_of_another_node_cannot_be_used(leak_check: LeakCheck) -> Non
 _TRAINER = """
 import ctypes, os, sys
 from ckpt.keeper.trainer_side import Keeper
-from ckpt.replication.process import ReplicaWorker
+from ckpt.replication.replica_process import ReplicaWorker
 keeper = Keeper()
 worker = ReplicaWorker(keeper, float(sys.argv[3]))
 address = worker.admit(sys.argv[1], sys.argv[2], None, 1 << 30)

@@ -11,7 +11,7 @@ import pytest
 
 from ckpt.keeper.kept_regions import Regions
 from ckpt.keeper.worker_memory import LeftMemory, WorkerMemory
-from ckpt.replication.memory import Arrival, ReplicaMemory, usable_bytes
+from ckpt.replication.held_replicas import Arrival, ReplicaMemory, usable_bytes
 from ckpt.replication.replica import Replica, TransportError
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.replication.support import UNLIMITED, bytes_held, content
@@ -282,7 +282,7 @@ def control_group() -> Iterator[Path]:
 
 def test_memory_is_that_of_the_machine_or_of_a_control_group(control_group: Path) -> None:
     """That of a group counts for what is in a group below, as in a container."""
-    code = "from ckpt.replication.memory import usable_bytes; print(usable_bytes())"
+    code = "from ckpt.replication.held_replicas import usable_bytes; print(usable_bytes())"
     move = f"echo $$ > {control_group}/cgroup.procs && exec {sys.executable} -c '{code}'"
     done = subprocess.run(["sh", "-c", move], capture_output=True, text=True, check=True, timeout=60)
     assert int(done.stdout) == 300 << 20
