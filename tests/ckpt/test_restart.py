@@ -162,7 +162,7 @@ def test_a_writer_that_begins_a_save_too_late_leaves_nothing(
         raise _Interrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Writer, "submit", submit_and_stop)
+        patch.setattr(WriterProcess, "submit", submit_and_stop)
         with pytest.raises(_Interrupt):
             checkpointer.queue.schedule_async_request(request)
     root, recover = CheckpointRoot(str(tmp_path / "root")), checkpointer.queue.recover
