@@ -29,7 +29,7 @@ def _state(step: int) -> dict[str, Any]:
 def _saved(root: Any, steps: tuple[int, ...] = (1, 2, 3)) -> None:
     with ckpt.Checkpointer(root) as checkpointer:
         for step in steps:
-            checkpointer.save(_state(step), step)
+            checkpointer.save_request(_state(step), step).execute_sync()  # how it was saved does not matter here
 
 
 def _store(url: str) -> Store:
@@ -72,9 +72,9 @@ def _facts(where: str) -> tuple[dict[int, str | None], set[int]]:
     return root.saves(), root.pinned_steps()
 
 
-def test_a_root_that_is_copied_is_the_same_root(places: list[str]) -> None:
+def test_a_root_that_is_copied_is_the_same_root(places: list[str], queue: ckpt.AsyncCallsQueue) -> None:
     """There and back: each time readers find the steps, and a job resumes, saves, and removes."""
-    with ckpt.Checkpointer(places[0]) as checkpointer:
+    with ckpt.Checkpointer(places[0], queue=queue) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(_state(step), step)
         checkpointer.restore(_state(0), 2)
@@ -90,7 +90,7 @@ def test_a_root_that_is_copied_is_the_same_root(places: list[str]) -> None:
         for command in (["validate", target], ["show", target], ["ls", target]):
             assert main(command) == 0, command
         state = _state(0)
-        with ckpt.Checkpointer(target, keep=ckpt.Latest(2)) as checkpointer:
+        with ckpt.Checkpointer(target, queue=queue, keep=ckpt.Latest(2)) as checkpointer:
             assert checkpointer.restore(state) == newest
             assert str(state) == str(_state(newest))
             assert checkpointer.all_steps() == ([1, 2, 4] if number == 0 else [1, 4, 5])
@@ -102,13 +102,13 @@ def test_a_root_that_is_copied_is_the_same_root(places: list[str]) -> None:
         assert str(ckpt.load(target, 1)) == str(_state(1))
 
 
-def test_nothing_is_left_of_a_copied_step_that_is_removed(places: list[str]) -> None:
+def test_nothing_is_left_of_a_copied_step_that_is_removed(places: list[str], queue: ckpt.AsyncCallsQueue) -> None:
     _saved(places[0])
     _copy(places[0], places[1])
-    with ckpt.Checkpointer(places[1], keep=ckpt.Latest(1)) as checkpointer:
+    with ckpt.Checkpointer(places[1], queue=queue, keep=ckpt.Latest(1)) as checkpointer:
         checkpointer.save(_state(4), 4)
         assert checkpointer.all_steps() == [4]
-    with ckpt.Checkpointer(places[1]) as checkpointer:
+    with ckpt.Checkpointer(places[1], queue=queue) as checkpointer:
         checkpointer.save(_state(5), 5)
     assert main(["clean", places[1]]) == 0
     if places[1].startswith("s3:"):
@@ -121,10 +121,12 @@ def test_nothing_is_left_of_a_copied_step_that_is_removed(places: list[str]) -> 
         assert not left & {"records", "saves", "owner", "readers"}, left
 
 
-def test_a_copied_step_can_be_superseded_deleted_and_published_again(places: list[str]) -> None:
+def test_a_copied_step_can_be_superseded_deleted_and_published_again(
+    places: list[str], queue: ckpt.AsyncCallsQueue
+) -> None:
     _saved(places[0])
     _copy(places[0], places[1])
-    with ckpt.Checkpointer(places[1]) as checkpointer:
+    with ckpt.Checkpointer(places[1], queue=queue) as checkpointer:
         checkpointer.restore(_state(0), 1)
         checkpointer.save(_state(9), 2)  # another step 2
         assert checkpointer.all_steps() == [1, 2]
@@ -137,14 +139,16 @@ def test_a_copied_step_can_be_superseded_deleted_and_published_again(places: lis
     assert main(["validate", places[1]]) == 0
 
 
-def test_tokens_of_copied_steps_count(places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_copied_steps_count(
+    places: list[str], monkeypatch: pytest.MonkeyPatch, queue: ckpt.AsyncCallsQueue
+) -> None:
     """A clock that was set back between lets no step look as saved by a later owner."""
     _saved(places[0])
     _copy(places[0], places[1])
     monkeypatch.setattr("ckpt.storage.ownership.time.time", lambda: 1_000_000.0)
     if not places[1].startswith("s3:"):
         shutil.rmtree(f"{places[1]}/owner")
-    with ckpt.Checkpointer(places[1], keep=ckpt.Latest(1)) as checkpointer:
+    with ckpt.Checkpointer(places[1], queue=queue, keep=ckpt.Latest(1)) as checkpointer:
         assert checkpointer.restore(_state(0)) == 3
         checkpointer.save(_state(4), 4)
         assert checkpointer.all_steps() == [4]
@@ -181,10 +185,10 @@ def test_what_was_copied_in_part_is_no_new_beginning(places: list[str], capsys: 
     assert str(ckpt.load(places[1])) == str(_state(2))
 
 
-def test_only_what_was_published_is_a_step(bucket: Bucket, tmp_path: Path) -> None:
+def test_only_what_was_published_is_a_step(bucket: Bucket, tmp_path: Path, queue: ckpt.AsyncCallsQueue) -> None:
     """Of the saves in a bucket, the records say which are steps; superseded ones stay superseded."""
     _saved(bucket.url)
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+    with ckpt.Checkpointer(bucket.url, queue=queue) as checkpointer:
         checkpointer.restore(_state(0), 1)
         checkpointer.save(_state(5), 5)  # steps 2 and 3 are superseded
     before = open_root(bucket.url).superseded()
@@ -193,30 +197,34 @@ def test_only_what_was_published_is_a_step(bucket: Bucket, tmp_path: Path) -> No
         assert checkpointer.all_steps() == [1, 5]
     with pytest.raises(ckpt.StorageError, match="is a step, not a checkpoint root"):
         ckpt.Checkpointer(tmp_path / "copy/step_00000005")
-    with ckpt.Checkpointer(tmp_path / "copy") as checkpointer:
+    with ckpt.Checkpointer(tmp_path / "copy", queue=queue) as checkpointer:
         checkpointer.save(_state(6), 6)
         assert checkpointer.all_steps() == [1, 5, 6]
     assert open_root(tmp_path / "copy").superseded() == before
     assert sorted(path.name for path in (tmp_path / "copy").glob("step_*")) == [f"step_0000000{n}" for n in (1, 5, 6)]
 
 
-def test_a_step_that_is_read_is_renamed_by_a_later_owner(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_step_that_is_read_is_renamed_by_a_later_owner(
+    bucket: Bucket, tmp_path: Path, queue: ckpt.AsyncCallsQueue
+) -> None:
     _saved(bucket.url)
     _download(bucket.url, tmp_path)
     with ckpt.open(tmp_path, 2) as opened:
-        with ckpt.Checkpointer(tmp_path) as checkpointer:
+        with ckpt.Checkpointer(tmp_path, queue=queue) as checkpointer:
             checkpointer.save(_state(4), 4)
             assert checkpointer.all_steps() == [1, 2, 3, 4]
         assert not (tmp_path / "step_00000002").exists()
         assert float(opened["w"][0]) == 2.0
-    with ckpt.Checkpointer(tmp_path) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save(_state(5), 5)
         assert checkpointer.all_steps() == [1, 2, 3, 4, 5]
     assert (tmp_path / "step_00000002").exists()
     assert not (tmp_path / "records").exists()
 
 
-def test_other_files_with_these_names_are_left_alone(bucket: Bucket, tmp_path: Path) -> None:
+def test_other_files_with_these_names_are_left_alone(
+    bucket: Bucket, tmp_path: Path, queue: ckpt.AsyncCallsQueue
+) -> None:
     """Neither what people keep beside their steps, nor what is behind a link, is a root in a store."""
     root = tmp_path / "run"
     (root / "saves/mine").mkdir(parents=True)
@@ -226,7 +234,7 @@ def test_other_files_with_these_names_are_left_alone(bucket: Bucket, tmp_path: P
     _saved(bucket.url, (2,))
     _download(bucket.url, root)
     _saved(root, (3,))
-    with ckpt.Checkpointer(root) as checkpointer:
+    with ckpt.Checkpointer(root, queue=queue) as checkpointer:
         assert checkpointer.all_steps() == [1, 2, 3]
     assert (root / "step_00000002").is_dir()
     assert (root / "saves/mine").is_dir()
@@ -237,7 +245,7 @@ def test_other_files_with_these_names_are_left_alone(bucket: Bucket, tmp_path: P
         (tmp_path / "linked" / name).symlink_to(tmp_path / "outside" / name)
     before = sorted(path for path in (tmp_path / "outside").rglob("*"))
     _saved(tmp_path / "linked", (4,))
-    with ckpt.Checkpointer(tmp_path / "linked") as checkpointer:
+    with ckpt.Checkpointer(tmp_path / "linked", queue=queue) as checkpointer:
         assert checkpointer.all_steps() == [4]
     assert sorted(path for path in (tmp_path / "outside").rglob("*")) == before
 
@@ -282,13 +290,15 @@ def test_one_step_that_was_copied(name: str, bucket: Bucket, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("has_own", [False, True])
-def test_a_step_that_was_copied_to_a_bucket_of_its_number(has_own: bool, bucket: Bucket, tmp_path: Path) -> None:
+def test_a_step_that_was_copied_to_a_bucket_of_its_number(
+    has_own: bool, bucket: Bucket, tmp_path: Path, queue: ckpt.AsyncCallsQueue
+) -> None:
     """It is a step of the root there, unless the root has one with this number."""
     _saved(tmp_path, (2,))
     _saved(bucket.url, (1, 2) if has_own else (1,))
     own = open_root(bucket.url).save_of(2)
     _upload(tmp_path / "step_00000002", f"{bucket.url}/step_00000002")
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+    with ckpt.Checkpointer(bucket.url, queue=queue) as checkpointer:
         assert checkpointer.restore(_state(0)) == 2
         checkpointer.save(_state(3), 3)
         assert checkpointer.all_steps() == [1, 2, 3]

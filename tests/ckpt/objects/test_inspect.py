@@ -16,8 +16,8 @@ from tools.inspect_ckpt.__main__ import main
 
 
 @pytest.fixture
-def url(bucket: Bucket) -> str:
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+def url(bucket: Bucket, queue: ckpt.AsyncCallsQueue) -> str:
+    with ckpt.Checkpointer(bucket.url, queue=queue) as checkpointer:
         for step in (1, 2):
             checkpointer.save({"w": torch.arange(9000.0) * step, "n": step}, step)
         root = open_root(bucket.url)
@@ -176,12 +176,12 @@ def test_clean(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert {item["remove"] for item in document["items"]} == {False}, "reasons stay for an hour"
 
 
-def test_branches(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_branches(url: str, capsys: pytest.CaptureFixture[str], queue: ckpt.AsyncCallsQueue) -> None:
     """What is superseded is listed, published again with the branch that it continues, and removed."""
     root = open_root(url)
     (lost,) = (root.save_of(step) for step in (2,))
     state = {"w": torch.zeros(9000), "n": 0}
-    with ckpt.Checkpointer(url) as checkpointer:
+    with ckpt.Checkpointer(url, queue=queue) as checkpointer:
         assert checkpointer.restore(state, 1) == 1
         checkpointer.save({"w": torch.ones(9000), "n": 7}, 3)
     assert (root.steps(), root.superseded()) == ([1, 3], [lost])
@@ -194,7 +194,7 @@ def test_branches(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert root.steps() == [1, 3]
     assert _json(capsys, "restore-branch", url, "2") == (0, {"root": url, **expected, "dry_run": False})
     assert (root.steps(), root.superseded()) == ([1, 2], [mine])
-    with ckpt.Checkpointer(url) as checkpointer:
+    with ckpt.Checkpointer(url, queue=queue) as checkpointer:
         assert checkpointer.restore(state) == 2
         assert torch.equal(state["w"], torch.arange(9000.0) * 2)
     code, document = _json(capsys, "rm", url, str(mine), "--yes")
@@ -229,8 +229,8 @@ def test_a_step_is_no_root(url: str, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["show", place]) == 0
 
 
-def test_urls_of_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with ckpt.Checkpointer(f"file://{tmp_path}/root") as checkpointer:
+def test_urls_of_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str], queue: ckpt.AsyncCallsQueue) -> None:
+    with ckpt.Checkpointer(f"file://{tmp_path}/root", queue=queue) as checkpointer:
         checkpointer.save({"n": 1}, 1)
     code, document = _json(capsys, "ls", f"file://{tmp_path}/root")
     assert (code, document["root"]) == (0, f"{tmp_path}/root")
