@@ -14,6 +14,7 @@ import torch
 import ckpt
 from tests.support import run_ranks
 from tests.support.frameworks import TORCHDATA
+from tests.support.selection import full_only
 
 pytest.importorskip("torchdata")
 
@@ -120,10 +121,10 @@ def train(
 @pytest.mark.parametrize(
     ("kind", "workers", "save_at"),
     [
-        ("map", 0, 5),
+        pytest.param("map", 0, 5, marks=full_only),
         ("map", 2, 8),  # the last batch of an epoch
-        ("persistent", 2, 11),
-        ("stream", 0, 11),
+        pytest.param("persistent", 2, 11, marks=full_only),
+        pytest.param("stream", 0, 11, marks=full_only),
         ("stream", 2, 5),
         ("nodes", 2, 5),
     ],
