@@ -1,4 +1,7 @@
-"""The adapters of frameworks with a root in a bucket: what they have saved there, a new job continues."""
+"""The adapters of frameworks with a root in a bucket: what they have saved there, a new job continues.
+
+These tests are beside others of the same frameworks, so that a process imports each of these once.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +11,13 @@ import torch
 
 import ckpt
 from ckpt.storage.roots import open_root
+from tests.ckpt.objects.conftest import bucket, s3_server
 from tests.support import run_ranks
 from tests.support.frameworks import LIGHTNING, TORCHTITAN, TRANSFORMERS
 from tests.support.object_server import Bucket
 from tests.support.selection import full_only
+
+__all__ = ["bucket", "s3_server"]  # the fixtures
 
 pytestmark = [
     pytest.mark.timeout(150),
