@@ -16,8 +16,7 @@ import ckpt
 from ckpt.storage.roots import open_root
 from tests.ckpt.mirroring.support import Jobs, assert_state, files_of, mirror_of, mirror_process, state_of
 from tests.ckpt.mirroring.support import job as start_job
-from tests.ckpt.mirroring.test_mirror import _job_of_ranks
-from tests.support import is_gone, launch_ranks, run_ranks
+from tests.support import is_gone, launch_ranks
 from tests.support.object_server import Answer, Bucket, Request, slow_down
 from tests.support.selection import FULL, full_only
 
@@ -72,22 +71,6 @@ def test_what_is_only_in_the_bucket_is_read_by_ranges(bucket: Bucket, tmp_path: 
         assert any("range" in each.headers for each in bucket.proxy.requests[begin:])
         assert not list(first.glob("step_*")), "nothing is copied back"
         assert run.restore(6) == (6, bucket.url)
-
-
-@full_only  # `tests.ckpt.mirroring` has it in directories
-def test_the_bucket_follows_training_to_another_branch(bucket: Bucket, tmp_path: Path, job: Jobs) -> None:
-    first = tmp_path / "nvme"
-    with job(first, mirror_of(bucket.url)) as run:
-        run.copy(10, 20, 30)
-        assert run.restore(10) == (10, str(first))
-        run.checkpointer.save(state_of(-20), 20)
-    assert run.failures == []
-    assert open_root(bucket.url).saves() == open_root(first).saves()
-    assert len(open_root(bucket.url).superseded()) == 2
-    shutil.rmtree(first)
-    with job(first, mirror_of(bucket.url)) as run:
-        assert run.checkpointer.restore(state := state_of(0)) == 20
-        assert state["v"].unique().tolist() == [-20.0]
 
 
 def test_kill_in_the_middle_and_resume(bucket: Bucket, tmp_path: Path, job: Jobs) -> None:
@@ -271,13 +254,3 @@ def test_kill_of_the_trainer(bucket: Bucket, tmp_path: Path, close_s: float) -> 
             time.sleep(0.02)
     go.set()
     assert open_root(bucket.url).steps() == ([1] if close_s else [])
-
-
-@full_only  # `test_node_local` has two ranks, too
-def test_ranks(bucket: Bucket, tmp_path: Path) -> None:
-    first = str(tmp_path / "nvme")
-    run_ranks(_job_of_ranks, 2, first, bucket.url, True, timeout=60, env=bucket.env)
-    assert _objects(bucket) == files_of(tmp_path / "nvme" / "step_00000008")
-    shutil.rmtree(first)
-    for result in run_ranks(_job_of_ranks, 1, first, bucket.url, False, timeout=60, env=bucket.env):
-        assert result.value is True
