@@ -231,24 +231,23 @@ def test_a_process_that_stops_in_the_middle_of_its_share_holds_up_no_copy(cluste
     assert validate(str(cluster.mirror / "copies" / "step_00000008")).whole
 
 
-def test_each_node_has_the_files_of_its_ranks(cluster: Cluster) -> None:
-    cluster.run(2, 1)
-    common = sum(path.stat().st_size for path in (cluster.root / "step_00000001" / "packs").rglob("rank_*"))
-    assert 240_000 < common < 250_000, "what both ranks have is in the root, once, and nothing else"
-    for rank in (0, 1):
-        names = {path.name[:10] for path in cluster.packs(rank)}
-        assert names == {f"rank_{rank:05d}"}
-        assert len(cluster.packs(rank)) > 2
-    assert open_root(cluster.root).steps() == open_root(cluster.mirror).steps() == [1]
-    assert validate(str(cluster.mirror / "step_00000001")).whole
-    assert torch.equal(ckpt.load(cluster.mirror)["w"], _FULL)
-    assert cluster.run(2, None) == [(1, 0), (1, 0)], "all from the disks of the nodes"
+def test_each_node_has_the_files_of_its_ranks_and_a_new_one_takes_them_from_the_mirror(cluster: Cluster) -> None:
+    def check() -> None:
+        common = sum(path.stat().st_size for path in (cluster.root / "step_00000001" / "packs").rglob("rank_*"))
+        assert 240_000 < common < 250_000, "what both ranks have is in the root, once, and nothing else"
+        for rank in (0, 1):
+            names = {path.name[:10] for path in cluster.packs(rank)}
+            assert names == {f"rank_{rank:05d}"}
+            assert len(cluster.packs(rank)) > 2
+        assert open_root(cluster.root).steps() == open_root(cluster.mirror).steps() == [1]
+        assert validate(str(cluster.mirror / "step_00000001")).whole
+        assert torch.equal(ckpt.load(cluster.mirror)["w"], _FULL)
 
-
-def test_a_replaced_node_takes_its_share_from_the_mirror(cluster: Cluster) -> None:
-    from_disk, from_mirror = cluster.play(2, Run(1, 2), lambda: cluster.replace(1), Run(None))[-1]
-    assert from_disk == (2, 0)
-    assert from_mirror[0] == 2
+    _, restored, again = cluster.play(2, Run(1), check, Run(None), lambda: cluster.replace(1), Run(None))
+    assert restored == [(1, 0), (1, 0)], "all from the disks of the nodes"
+    from_disk, from_mirror = again
+    assert from_disk == (1, 0)
+    assert from_mirror[0] == 1
     assert from_mirror[1] > 2
 
 
@@ -465,11 +464,14 @@ def test_compressed_files(cluster: Cluster) -> None:
 
 
 def test_the_mirror_is_away_and_comes_back(cluster: Cluster) -> None:
+    def comes_back() -> None:
+        assert open_root(cluster.root).steps() == [1, 2]
+        cluster.mirror.unlink()
+
     cluster.mirror.write_text("not a directory")
-    assert cluster.play(2, Run(1, 2, close_s=0.0), Run(None, close_s=0.0))[-1] == [(2, 0), (2, 0)]
-    assert open_root(cluster.root).steps() == [1, 2]
-    cluster.mirror.unlink()
-    *_, restored = cluster.play(2, Run(None, 3), lambda: cluster.replace(0), Run(None))
+    away = Run(1, 2, close_s=0.0), Run(None, close_s=0.0)
+    _, without, _, restored = cluster.play(2, *away, comes_back, Run(None, 3), lambda: cluster.replace(0), Run(None))
+    assert without == [(2, 0), (2, 0)]
     assert open_root(cluster.mirror).steps() == [3]
     assert restored[0][0] == 3
 

@@ -204,23 +204,3 @@ def test_no_error_shows_what_was_sent(bucket: Bucket) -> None:
     for secret in ("test-key-id", "test-secret-key"):
         assert secret not in text
     assert isinstance(raised.value.__cause__, OSError)
-
-
-def test_of_many_creates_one_succeeds(any_bucket: Bucket) -> None:
-    store = _store(any_bucket)
-    start = threading.Barrier(8)
-    won = []
-
-    def create(number: int) -> None:
-        start.wait(20)
-        if store.create("one", b"%d" % number):
-            won.append(number)
-
-    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    found = store.get("one", 100)
-    assert found is not None
-    assert won == [int(found)]

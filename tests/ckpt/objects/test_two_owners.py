@@ -92,27 +92,9 @@ def test_a_request_of_the_earlier_owner_is_late(job_bucket: Bucket, text: str, q
     assert root.pending() == []
 
 
-def test_a_later_owner_publishes_what_is_complete(job_bucket: Bucket) -> None:
-    """Its restore waits for nothing: the first job has left, with a save that its writer could not publish."""
-    with ckpt.Checkpointer(job_bucket.url) as earlier:
-        earlier.save(_state(1), 1)
-        refused = 403, b"<Error><Code>AccessDenied</Code></Error>"
-        job_bucket.proxy.rule = lambda request: (
-            refused if "/records/" in request.path and request.method == "PUT" else None
-        )
-        with pytest.raises(ckpt.CheckpointError):
-            earlier.save(_state(2), 2)
-    job_bucket.proxy.rule = lambda request: None
-    assert open_root(job_bucket.url).steps() == [1]
-    state = _state(0)
-    with ckpt.Checkpointer(job_bucket.url) as later:
-        assert later.restore(state) == 2
-    assert state["value"] == 2
-
-
-def test_what_a_late_writer_has_put_is_deleted(job_bucket: Bucket, queue: ckpt.AsyncCallsQueue) -> None:
+def test_what_a_late_writer_has_put_is_deleted(job_bucket: Bucket) -> None:
     """Of a save that was abandoned: nothing that it puts later can be a part of a step, and none of it stays."""
-    with ckpt.Checkpointer(job_bucket.url, queue=queue) as checkpointer:
+    with ckpt.Checkpointer(job_bucket.url) as checkpointer:  # at the end of its writer, everything is deleted
         checkpointer.save(_state(1), 1)
         held = _Held(job_bucket, "/packs/")
         checkpointer.async_save(_state(2), 2)
