@@ -49,12 +49,12 @@ pytest: $(INSTALLED) $(SERVERS)/.installed
 NODES_SCHEDULES ?= 300
 test-faults: export TESTS = full
 test-faults: $(INSTALLED)
-	$(PYTEST) -v tests/ckpt/crash tests/ckpt/storage tests/ckpt/shared_fs tests/ckpt/test_interrupted_anywhere.py tests/ckpt/test_many_ranks.py $(PYTEST_ARGS)
+	$(PYTEST) -v tests/ckpt/crash tests/ckpt/storage tests/ckpt/shared_fs tests/ckpt/objects tests/ckpt/mirroring tests/ckpt/test_interrupted_anywhere.py tests/ckpt/test_many_ranks.py $(PYTEST_ARGS)
 	CKPT_PORTABLE=1 $(PYTEST) tests/ckpt/native tests/ckpt/staging tests/ckpt/storage/test_chunk_reader.py tests/ckpt/test_state.py tests/ckpt/loading $(PYTEST_ARGS)
 	$(PYTEST) -v tests/inprocess/faults $(PYTEST_ARGS)
 	NODES_SCHEDULES=$(NODES_SCHEDULES) $(PYTEST) -v tests/inprocess/nodes $(PYTEST_ARGS)
 	$(PYTEST) -v -rA tests/ckpt/native/test_sanitizers.py tests/ckpt/fuzz $(PYTEST_ARGS)
-	$(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples tests/tools $(PYTEST_ARGS)
+	$(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples tests/tools tests/docs $(PYTEST_ARGS)
 	$(PYTEST) tests/ckpt/planning tests/ckpt/values tests/ckpt/interop tests/ckpt/replication tests/ckpt/keeper tests/ckpt/integrations tests/inprocess/rank_assignment tests/inprocess/test_agreement.py tests/test_plain_install.py $(PYTEST_ARGS)
 	$(PYTEST) tests/ckpt/saving/test_failures.py tests/ckpt/saving/test_snapshots.py tests/ckpt/test_preemption.py $(PYTEST_ARGS)
 

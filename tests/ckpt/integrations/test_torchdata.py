@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import ckpt
 from tests.support import run_ranks
 from tests.support.frameworks import TORCHDATA
+from tests.support.selection import full_only
 
 pytest.importorskip("torchdata")
 
@@ -25,6 +27,12 @@ pytestmark = [
     pytest.mark.timeout(120),  # each starts processes that import torch, and their workers
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
 ]
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[ckpt.AsyncCallsQueue]:
+    with ckpt.AsyncCallsQueue() as queue:
+        yield queue
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -120,10 +128,10 @@ def train(
 @pytest.mark.parametrize(
     ("kind", "workers", "save_at"),
     [
-        ("map", 0, 5),
+        pytest.param("map", 0, 5, marks=full_only),
         ("map", 2, 8),  # the last batch of an epoch
-        ("persistent", 2, 11),
-        ("stream", 0, 11),
+        pytest.param("persistent", 2, 11, marks=full_only),
+        pytest.param("stream", 0, 11, marks=full_only),
         ("stream", 2, 5),
         ("nodes", 2, 5),
     ],
@@ -166,8 +174,8 @@ def test_ranks_need_not_read_at_the_same_time(tmp_path: Path) -> None:
     assert [result.value[0] for result in results] == [SAMPLES // BATCH - 2, SAMPLES // BATCH]
 
 
-def test_a_loader_with_other_workers_is_refused(tmp_path: Path) -> None:
-    with ckpt.Checkpointer(tmp_path) as checkpointer:
+def test_a_loader_with_other_workers_is_refused(tmp_path: Path, queue: ckpt.AsyncCallsQueue) -> None:
+    with ckpt.Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save({"loader": new_loader("map", 0, 0)}, 1)
         with pytest.raises(
             ckpt.StateError, match=r"loader: the StatefulDataLoader does not continue .* number of work"
@@ -175,7 +183,7 @@ def test_a_loader_with_other_workers_is_refused(tmp_path: Path) -> None:
             checkpointer.restore({"loader": new_loader("map", 1, 0)})
 
 
-def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_stored_is_named(tmp_path: Path, queue: ckpt.AsyncCallsQueue) -> None:
     class Odd(Numbers):
         def state_dict(self) -> dict[str, Any]:
             return {"files": [open]}
@@ -184,15 +192,15 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
             raise AssertionError(state)
 
     with (
-        ckpt.Checkpointer(tmp_path) as checkpointer,
+        ckpt.Checkpointer(tmp_path, queue=queue) as checkpointer,
         pytest.raises(ckpt.StateError, match=r"loader/dataset_state/files/0: a .* cannot be stored"),
     ):
         checkpointer.save({"loader": StatefulDataLoader(Odd())}, 1)
 
 
-def test_a_checkpoint_without_the_loader_does_not_fit(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_loader_does_not_fit(tmp_path: Path, queue: ckpt.AsyncCallsQueue) -> None:
     loader = new_loader("map", 0, 0)
-    with ckpt.Checkpointer(tmp_path) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save({"step": 1}, 1)
         with pytest.raises(ckpt.StateMismatchError, match="missing: loader"):
             checkpointer.restore({"step": 0, "loader": loader})
@@ -200,10 +208,10 @@ def test_a_checkpoint_without_the_loader_does_not_fit(tmp_path: Path) -> None:
     assert len(list(loader)) == SAMPLES // BATCH
 
 
-def test_the_state_is_one_value_that_needs_no_torch_to_read(tmp_path: Path) -> None:
+def test_the_state_is_one_value_that_needs_no_torch_to_read(tmp_path: Path, queue: ckpt.AsyncCallsQueue) -> None:
     loader = new_loader("map", 0, 0)
     next(iter(loader))
-    with ckpt.Checkpointer(tmp_path) as checkpointer:
+    with ckpt.Checkpointer(tmp_path, queue=queue) as checkpointer:
         checkpointer.save({"loader": loader}, 1)
     with ckpt.open(tmp_path) as checkpoint:
         value = checkpoint.values_by_name["loader@rank0"]

@@ -41,7 +41,8 @@ RANGES: list[tuple[ByteRequest | None, slice]] = [
 def one(tmp_path: Path) -> Path:
     """Return a root with step 5, which has a tensor of several shards."""
     with ckpt.Checkpointer(tmp_path / "run", staging=ckpt.Staging(inner_bytes=1000)) as checkpointer:
-        checkpointer.save({"model": {"weight": torch.arange(6000.0).reshape(60, 100)}, "lr": 0.1}, 5)
+        state = {"model": {"weight": torch.arange(6000.0).reshape(60, 100)}, "lr": 0.1}
+        checkpointer.save_request(state, 5).execute_sync()
     return tmp_path / "run"
 
 

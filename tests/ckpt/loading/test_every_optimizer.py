@@ -79,7 +79,7 @@ def _selected(package: str) -> dict[str, Make]:
     return {
         name: make
         for number, (name, make) in enumerate(optimizers.items())
-        if name in set(REFUSED) | TRANSPOSED or number % 4 == 0
+        if name in set(REFUSED) | TRANSPOSED or number % 8 == 0
     }
 
 

@@ -52,8 +52,8 @@ def _state() -> dict[str, Any]:
 def root(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     with Checkpointer(tmp_path / "root") as checkpointer:
-        checkpointer.save(_state(), 1)
-        checkpointer.save({"model": torch.nn.Linear(1, 1)}, 2)
+        checkpointer.save_request(_state(), 1).execute_sync()
+        checkpointer.save_request({"model": torch.nn.Linear(1, 1)}, 2).execute_sync()
     return tmp_path / "root"
 
 
@@ -121,7 +121,7 @@ def test_the_newest_step_a_prefix_and_the_directory_of_a_step(root: Path) -> Non
 
 def test_a_prefix_that_names_two_places_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "root") as checkpointer:
-        checkpointer.save({"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}, 1)
+        checkpointer.save_request({"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}, 1).execute_sync()
     with pytest.raises(ckpt.StateMismatchError, match="several places"):
         ckpt.load(tmp_path / "root", prefix="a/b")
 

@@ -65,7 +65,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Pat
     return roots
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=full_only), 3, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=full_only), 3, pytest.param(4, marks=full_only)])
 def test_every_layout_comes_back(roots: dict[tuple[int, str], Path], world_size: int) -> None:
     for result in run_ranks(_restore, world_size, roots):
         assert result.value == []

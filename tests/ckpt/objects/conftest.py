@@ -1,4 +1,4 @@
-"""S3 and SSH servers for the tests of a process, and a bucket with a proxy of its own for each test.
+"""S3 and SSH servers and a writer for the tests of a process, and a bucket with a proxy of its own for each test.
 
 `bucket` is in moto, `ceph_bucket` in Ceph; `any_bucket` is one of each, for tests of what they must have in common.
 """
@@ -11,8 +11,10 @@ import pytest
 pytest.importorskip("moto.server", reason="needs moto[server]")
 pytest.importorskip("obstore", reason="needs obstore")
 
+from ckpt import AsyncCallsQueue
 from tests.support.ceph_server import CephServer, missing_ceph
 from tests.support.object_server import Bucket, S3Server, Server, bucket_of
+from tests.support.selection import full_only
 from tests.support.sftp_server import SftpServer, missing_sshd
 
 
@@ -39,6 +41,20 @@ def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SftpServer
         yield server
 
 
+@pytest.fixture(scope="session")
+def queue() -> Iterator[AsyncCallsQueue]:
+    """The writer of jobs that need none of their own: to start one costs more than what most tests save."""
+    with AsyncCallsQueue() as queue:
+        yield queue
+
+
+@pytest.fixture(scope="session")
+def other_queue() -> Iterator[AsyncCallsQueue]:
+    """Another writer, for the second of two jobs at a time."""
+    with AsyncCallsQueue() as queue:
+        yield queue
+
+
 @pytest.fixture
 def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     yield from _bucket(s3_server, monkeypatch)
@@ -51,6 +67,13 @@ def ceph_bucket(ceph_server: CephServer, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture(params=["bucket", "ceph_bucket"])
 def any_bucket(request: pytest.FixtureRequest) -> Bucket:
+    found: Bucket = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(params=["bucket", pytest.param("ceph_bucket", marks=full_only)])
+def job_bucket(request: pytest.FixtureRequest) -> Bucket:
+    """Like `any_bucket`, for tests with whole jobs: `test_conformance` has every operation of theirs in both."""
     found: Bucket = request.getfixturevalue(request.param)
     return found
 

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ckpt.storage.roots import open_root
 from ckpt.storage.stores.opening import open_store
 from inprocess.ipc.process import Process
 from tests.support.object_server import Bucket, slow_down
+from tests.support.selection import FULL
 
 _REASON = Failure(1, "StorageError", "for a reason")
 
@@ -160,7 +162,7 @@ def test_a_save_is_abandoned_before_it_begins(root: Root, token: int) -> None:
     assert root.steps() == root.pending() == []
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(4 if FULL else 1))
 def test_many_decide_and_agree(root: Root, token: int, number: int) -> None:
     pending = _save(root, token, 7)
     start, found = threading.Barrier(6), []
@@ -614,7 +616,7 @@ def test_processes_of_other_hosts_are_alive_while_they_renew(bucket: Bucket, mon
 
 
 def test_a_close_does_not_wait_for_a_store_that_is_gone(bucket: Bucket) -> None:
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+    with ckpt.Checkpointer(bucket.url, timeout=timedelta(seconds=8)) as checkpointer:
         checkpointer.save({"w": torch.ones(3)}, 1)
         bucket.proxy.rule = lambda request: slow_down()
         begin = time.monotonic()

@@ -10,10 +10,7 @@ from tests.support.selection import FULL
 
 _REPRESENTATIVE = {
     ("writer", "during write", 1, 2),
-    ("writer", "before publish", 0, 1),
-    ("trainer", "during write", 0, 1),
-    ("trainer", "before publish", 1, 2),
-    ("both", "during write", 0, 1),
+    ("trainer", "before publish", 0, 1),
     ("both", "before publish", 0, 2),
     ("both", "after publish", 0, 1),
 }

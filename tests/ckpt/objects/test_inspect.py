@@ -1,4 +1,4 @@
-"""`inspect_ckpt` on a root in a bucket."""
+"""`inspect_ckpt` on a root in a store."""
 
 import json
 from pathlib import Path
@@ -12,22 +12,34 @@ from ckpt.ranks.failure import Failure
 from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.roots import open_root
 from tests.support.object_server import Bucket
+from tests.support.selection import FULL
 from tools.inspect_ckpt.__main__ import main
 
 
-@pytest.fixture
-def url(bucket: Bucket) -> str:
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+def _fill(url: str) -> str:
+    """Make a root with two steps, without a writer process, which would have to end first, and two other saves."""
+    with ckpt.Checkpointer(url) as checkpointer:
         for step in (1, 2):
-            checkpointer.save({"w": torch.arange(9000.0) * step, "n": step}, step)
-        root = open_root(bucket.url)
+            checkpointer.save_request({"w": torch.arange(9000.0) * step, "n": step}, step).execute_sync()
+        root = open_root(url)
         token = root.ownership.newest()
         for number in (3, 4):
             pending = root.pending_save(ckpt.storage.names.SaveId(number, token, "0" * 16))
             pending.begin(1, "plan")
         pending.abandon(Failure(0, "StorageError", "the test says so"))
         checkpointer.pin(1)
-    return bucket.url
+    return url
+
+
+@pytest.fixture
+def bucket_url(bucket: Bucket) -> str:
+    return _fill(bucket.url)
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The same root in a store in a directory, which has the same layout; with TESTS=full in a bucket."""
+    return str(request.getfixturevalue("bucket_url")) if FULL else _fill(f"directory://{tmp_path}/root")
 
 
 def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -35,33 +47,33 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_ls(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, document = _json(capsys, "ls", url)
+def test_ls(bucket_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = _json(capsys, "ls", bucket_url)
     rows = [(row["step"], row["state"], row["pinned"]) for row in document["saves"]]
     expected = [(1, "published", True), (2, "published", False), (3, "pending", False), (4, "abandoned", False)]
     assert (code, rows) == (0, expected)
     assert document["restart"]["step"] == 2
     assert document["saves"][1]["tensors"] == 1
     assert document["saves"][3]["note"] == "rank 0: StorageError: the test says so"
-    assert main(["ls", url]) == 0
+    assert main(["ls", bucket_url]) == 0
     assert "<- restart" in capsys.readouterr().out
 
 
-def test_show_validate_and_stats(url: str, bucket: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
-    code, document = _json(capsys, "show", url)
+def test_show_validate_and_stats(bucket_url: str, bucket: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = _json(capsys, "show", bucket_url)
     assert (code, document["step"], document["tensors"][0]["name"]) == (0, 2, "w")
-    code, document = _json(capsys, "validate", url)
+    code, document = _json(capsys, "validate", bucket_url)
     assert (code, [(each["step"], each["whole"]) for each in document["steps"]]) == (0, [(1, True), (2, True)])
     assert document["steps"][0]["bytes_read"] > 36_000
-    with ckpt.open(url, 2) as checkpoint:
+    with ckpt.open(bucket_url, 2) as checkpoint:
         place = checkpoint.path
-    pack = f"/{bucket.name}/team/run7{place.removeprefix(url)}/packs/000/rank_00000_000"
+    pack = f"/{bucket.name}/team/run7{place.removeprefix(bucket_url)}/packs/000/rank_00000_000"
     status, data = bucket.server.request("GET", pack)
     assert status == 200
     bucket.server.request("PUT", pack, bytes([data[0] ^ 1]) + data[1:])
     code, document = _json(capsys, "validate", place)
     assert (code, document["steps"][0]["problems"][0]["tensor"]) == (1, "w")
-    code, document = _json(capsys, "validate", url)
+    code, document = _json(capsys, "validate", bucket_url)
     assert (code, document["newest_whole"]) == (1, 1)
 
 
@@ -77,7 +89,7 @@ def test_what_is_not_there(bucket: Bucket, capsys: pytest.CaptureFixture[str]) -
         assert "is not a checkpoint root" in capsys.readouterr().err
 
 
-def test_pin_unpin_and_rm(url: str, bucket: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pin_unpin_and_rm(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     root = open_root(url)
     assert main(["rm", url, "1", "--yes"]) == 2
     assert "step 1 of" in capsys.readouterr().err
@@ -132,11 +144,11 @@ def test_report(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "1 tensor changed" in text
 
 
-def test_watch(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    root = open_root(url)
+def test_watch(bucket_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = open_root(bucket_url)
     pending = root.pending_save(root.pending()[0])
     pending.pack_writer(0, threads=1, reuse=False)._store(0, memoryview(bytes(4096)), 4096)  # type: ignore[attr-defined]
-    code, document = _json(capsys, "watch", url, "--once")
+    code, document = _json(capsys, "watch", bucket_url, "--once")
     assert (code, document["steps"], document["free_bytes"]) == (0, 2, None)
     assert [(line["step"], line["pinned"]) for line in document["newest"]] == [(2, False), (1, True)]
     assert all(line["bytes"] >= 36_000 for line in document["newest"])
@@ -146,7 +158,7 @@ def test_watch(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(gone["step"], "the test says so" in gone["why"]) for gone in document["abandoned"]] == [(4, True)]
     assert document["owner"]["state"] == "ended"
     assert document["owner"]["lease_age_s"] < 100
-    assert main(["watch", url, "--once"]) == 0
+    assert main(["watch", bucket_url, "--once"]) == 0
 
 
 def test_watching_writes_nothing(bucket: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,12 +188,12 @@ def test_clean(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert {item["remove"] for item in document["items"]} == {False}, "reasons stay for an hour"
 
 
-def test_branches(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_branches(url: str, capsys: pytest.CaptureFixture[str], queue: ckpt.AsyncCallsQueue) -> None:
     """What is superseded is listed, published again with the branch that it continues, and removed."""
     root = open_root(url)
     (lost,) = (root.save_of(step) for step in (2,))
     state = {"w": torch.zeros(9000), "n": 0}
-    with ckpt.Checkpointer(url) as checkpointer:
+    with ckpt.Checkpointer(url, queue=queue) as checkpointer:
         assert checkpointer.restore(state, 1) == 1
         checkpointer.save({"w": torch.ones(9000), "n": 7}, 3)
     assert (root.steps(), root.superseded()) == ([1, 3], [lost])
@@ -194,7 +206,7 @@ def test_branches(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert root.steps() == [1, 3]
     assert _json(capsys, "restore-branch", url, "2") == (0, {"root": url, **expected, "dry_run": False})
     assert (root.steps(), root.superseded()) == ([1, 2], [mine])
-    with ckpt.Checkpointer(url) as checkpointer:
+    with ckpt.Checkpointer(url, queue=queue) as checkpointer:
         assert checkpointer.restore(state) == 2
         assert torch.equal(state["w"], torch.arange(9000.0) * 2)
     code, document = _json(capsys, "rm", url, str(mine), "--yes")
@@ -229,8 +241,8 @@ def test_a_step_is_no_root(url: str, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["show", place]) == 0
 
 
-def test_urls_of_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with ckpt.Checkpointer(f"file://{tmp_path}/root") as checkpointer:
+def test_urls_of_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str], queue: ckpt.AsyncCallsQueue) -> None:
+    with ckpt.Checkpointer(f"file://{tmp_path}/root", queue=queue) as checkpointer:
         checkpointer.save({"n": 1}, 1)
     code, document = _json(capsys, "ls", f"file://{tmp_path}/root")
     assert (code, document["root"]) == (0, f"{tmp_path}/root")

@@ -25,7 +25,7 @@ from ckpt.storage.stores.interface import About, Store
 from ckpt.storage.stores.memory import MemoryStore
 from tests.support.selection import FULL
 
-_SEEDS = 3000 if FULL else 800
+_SEEDS = 3000 if FULL else 500
 _RANKS = 2
 
 

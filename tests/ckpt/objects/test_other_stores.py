@@ -1,5 +1,6 @@
 """A store of another kind, and the refusal of one that ignores the conditions of puts: both are real servers."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,21 @@ def _needs(server: str) -> pytest.MarkDecorator:
 _needs_azurite, _needs_s3rver = _needs("azurite-blob"), _needs("s3rver")
 
 
+@pytest.fixture(scope="module")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    with azure_container(tmp_path_factory.mktemp("server") / "azurite") as container:
+        yield container
+
+
 @pytest.fixture
-def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, str]]]:
-    with azure_container(tmp_path / "azurite") as (url, env):
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        yield url, env
+def azure(
+    azurite: tuple[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, dict[str, str]]:
+    """The URL of a root of this test, and the environment that opens it."""
+    url, env = azurite
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    return f"{url}/{tmp_path.name}", env
 
 
 def _state(step: int, world_size: int = 1) -> dict[str, Any]:
@@ -62,9 +72,11 @@ def test_azure_saved_on_two_ranks_and_restored_on_one(azure: tuple[str, dict[str
 
 
 @_needs_azurite
-def test_azure_lets_one_of_two_jobs_own_a_root(azure: tuple[str, dict[str, str]]) -> None:
-    url, _ = azure
-    with ckpt.Checkpointer(url) as first, ckpt.Checkpointer(url) as second:
+def test_azure_lets_one_of_two_jobs_own_a_root(azure: tuple[str, dict[str, str]], queue: ckpt.AsyncCallsQueue) -> None:
+    # The writer, which had started before the variables of this test were set, gets them as options.
+    options = {name.lower(): value for name, value in azure[1].items()}
+    job = functools.partial(ckpt.Checkpointer, azure[0], queue=queue, storage_options=options)
+    with job() as first, job() as second:
         first.save(_state(1), 1)
         second.restore(_state(0))
         second.save(_state(2), 2)
@@ -76,19 +88,23 @@ def test_azure_lets_one_of_two_jobs_own_a_root(azure: tuple[str, dict[str, str]]
 @_needs_azurite
 def test_azure_without_the_container(azure: tuple[str, dict[str, str]]) -> None:
     with (
-        ckpt.Checkpointer("az://absent/run7") as checkpointer,
+        ckpt.Checkpointer(
+            "az://absent/run7", storage_options={k.lower(): v for k, v in azure[1].items()}
+        ) as checkpointer,
         pytest.raises(ckpt.StorageError, match="the container does not exist"),
     ):
         checkpointer.save(_state(1), 1)
 
 
 @_needs_s3rver
-def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_ignores_conditions_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: ckpt.AsyncCallsQueue
+) -> None:
     with s3rver_bucket(tmp_path / "s3rver") as (url, env):
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         with (
-            ckpt.Checkpointer(url) as checkpointer,
+            ckpt.Checkpointer(url, queue=queue) as checkpointer,
             pytest.raises(ckpt.StorageError, match="ignores the condition of puts"),
         ):
             checkpointer.save(_state(1), 1)

@@ -12,11 +12,11 @@ import torch
 
 import ckpt
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.roots import open_root
 from ckpt.storage.stores.opening import open_store
 from tests.support import run_ranks
 from tests.support.object_server import Bucket, S3Server, bucket_of
 from tests.support.seeds import random_bytes
+from tests.support.selection import full_only
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -33,9 +33,9 @@ def _assert_equal(state: dict[str, Any], step: int) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_one_rank(bucket: Bucket, compression: str | None) -> None:
+def test_one_rank(bucket: Bucket, compression: str | None, queue: ckpt.AsyncCallsQueue) -> None:
     with ckpt.Checkpointer(
-        bucket.url, staging=ckpt.Staging(file_bytes=200_000, compression=compression)
+        bucket.url, queue=queue, staging=ckpt.Staging(file_bytes=200_000, compression=compression)
     ) as checkpointer:
         assert checkpointer.root == bucket.url
         assert checkpointer.restore(_state(0)) is None
@@ -43,7 +43,7 @@ def test_one_rank(bucket: Bucket, compression: str | None) -> None:
         checkpointer.save(_state(2), 2)
         assert checkpointer.all_steps() == [1, 2]
     state = _state(0)
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+    with ckpt.Checkpointer(bucket.url, queue=queue) as checkpointer:
         assert checkpointer.restore(state) == 2
         _assert_equal(state, 2)
         report = checkpointer.last_restore
@@ -79,7 +79,10 @@ def _sharded(rank: int, world_size: int, url: str, step: int | None) -> dict[str
         return {name: state[name].full_tensor().numpy() for name in full}
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(2, 2, marks=full_only), (2, 1), pytest.param(1, 2, marks=full_only)],  # in directories: all of them
+)
 def test_ranks_and_resharding(bucket: Bucket, before: int, after: int) -> None:
     for result in run_ranks(_sharded, before, bucket.url, 7, timeout=50, env=bucket.env):
         assert result.value["steps"] == [7]
@@ -111,34 +114,8 @@ def test_retention_deletes_the_objects(bucket: Bucket) -> None:
     assert records == {f"step_0000000{n}" for n in (1, 2, 3, 4)}, "no late process finds a save undecided"
 
 
-def test_a_reader_is_told_of_a_removal(bucket: Bucket) -> None:
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
-        checkpointer.save(_state(1), 1)
-        checkpoint = ckpt.open(bucket.url, 1)
-        tensor = checkpoint["weights/w0"]
-        assert tensor[3] == 3.0
-        checkpoint.close()
-        checkpointer.delete(1)
-        with pytest.raises(ckpt.CheckpointNotFoundError, match="removed"):
-            tensor[3]
-
-
-def test_a_restore_of_an_older_step_begins_a_branch(bucket: Bucket) -> None:
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
-        for step in (1, 2, 3):
-            checkpointer.save(_state(step), step)
-    state = _state(0)
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
-        assert checkpointer.restore(state, 1) == 1
-        checkpointer.save(_state(22), 2)
-        assert checkpointer.all_steps() == [1, 2]
-    root = open_root(bucket.url)
-    assert [name.split("-")[0] for name in root.superseded()] == ["step_00000002", "step_00000003"]
-    assert ckpt.load(bucket.url)["step"] == 22
-
-
-def test_a_damaged_step_is_skipped(bucket: Bucket) -> None:
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+def test_a_damaged_step_is_skipped(bucket: Bucket, queue: ckpt.AsyncCallsQueue) -> None:
+    with ckpt.Checkpointer(bucket.url, queue=queue) as checkpointer:
         for step in (1, 2):
             checkpointer.save(_state(step), step)
     with ckpt.open(bucket.url, 2) as checkpoint:
@@ -149,7 +126,7 @@ def test_a_damaged_step_is_skipped(bucket: Bucket) -> None:
     assert status == 200, data
     bucket.server.request("PUT", f"/{bucket.name}/{pack}", data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     state = _state(0)
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+    with ckpt.Checkpointer(bucket.url, queue=queue) as checkpointer:
         with pytest.raises(ckpt.CheckpointCorruptError, match="tensor small"):
             checkpointer.restore(state, 2)
         assert checkpointer.restore(state) == 1
@@ -162,8 +139,8 @@ def test_a_damaged_step_is_skipped(bucket: Bucket) -> None:
             checkpointer.restore(state, 2)
 
 
-def test_evaluation_without_permission_to_write(bucket: Bucket) -> None:
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+def test_evaluation_without_permission_to_write(bucket: Bucket, queue: ckpt.AsyncCallsQueue) -> None:
+    with ckpt.Checkpointer(bucket.url, queue=queue) as checkpointer:
         checkpointer.save(_state(1), 1)
     denied = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
     bucket.proxy.rule = lambda request: None if request.method in ("GET", "HEAD") else (403, denied)
@@ -171,7 +148,7 @@ def test_evaluation_without_permission_to_write(bucket: Bucket) -> None:
     with ckpt.Checkpointer(bucket.url, read_only=True) as checkpointer:
         assert checkpointer.restore(state) == 1
     _assert_equal(state, 1)
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+    with ckpt.Checkpointer(bucket.url, queue=queue) as checkpointer:
         assert checkpointer.restore(state) == 1
         with pytest.raises(ckpt.CheckpointError, match="AccessDenied"):
             checkpointer.save(_state(2), 2)
@@ -214,8 +191,8 @@ def _keys(bucket: Bucket) -> list[str]:
     return re.findall("<Key>([^<]*)</Key>", text.decode())
 
 
-def test_zarr_reads_where_the_chunks_lie(bucket: Bucket) -> None:
-    with ckpt.Checkpointer(bucket.url) as checkpointer:
+def test_zarr_reads_where_the_chunks_lie(bucket: Bucket, queue: ckpt.AsyncCallsQueue) -> None:
+    with ckpt.Checkpointer(bucket.url, queue=queue) as checkpointer:
         checkpointer.save(_state(3), 3)
     import pickle
 
@@ -262,9 +239,9 @@ def _peak_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def test_every_put_asks_for_encryption(bucket: Bucket) -> None:
+def test_every_put_asks_for_encryption(bucket: Bucket, queue: ckpt.AsyncCallsQueue) -> None:
     options = {"server_side_encryption": "aws:kms", "sse_kms_key_id": "arn:aws:kms:us-east-1:111122223333:key/k"}
-    with ckpt.Checkpointer(bucket.url, storage_options=options) as checkpointer:
+    with ckpt.Checkpointer(bucket.url, queue=queue, storage_options=options) as checkpointer:
         checkpointer.save(_state(1), 1)
     puts = [request.headers for request in bucket.proxy.requests if request.method == "PUT"]
     assert len(puts) > 6
@@ -273,14 +250,14 @@ def test_every_put_asks_for_encryption(bucket: Bucket) -> None:
         assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == options["sse_kms_key_id"]
 
 
-def test_steps_are_exported(bucket: Bucket, tmp_path: Path) -> None:
+def test_steps_are_exported(bucket: Bucket, tmp_path: Path, queue: ckpt.AsyncCallsQueue) -> None:
     from safetensors.torch import load_file
 
     export = ckpt.ExportOptions(tmp_path / "out", every=2, format="safetensors")
     options = bucket.options
     for name in bucket.env:
         del os.environ[name]
-    with ckpt.Checkpointer(bucket.url, export=export, storage_options=options) as checkpointer:
+    with ckpt.Checkpointer(bucket.url, queue=queue, export=export, storage_options=options) as checkpointer:
         for step in (1, 2):
             checkpointer.save({"w": torch.full((30,), float(step))}, step)
     (file,) = (tmp_path / "out" / "step_00000002").glob("*.safetensors")

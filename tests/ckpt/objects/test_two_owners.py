@@ -1,4 +1,7 @@
-"""Two jobs on one root in a bucket: the second must never lose a step, whatever request of the first is late."""
+"""Two jobs on one root in a bucket: the second must never lose a step, whatever request of the first is late.
+
+`make test` plays some requests with real jobs, `make test-faults` all; `test_interleavings` has every order of all.
+"""
 
 import threading
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from ckpt.storage.roots import open_root
 from ckpt.storage.stores.opening import open_store
 from tests.support.loads import as_another_program
 from tests.support.object_server import Bucket, Request
+from tests.support.selection import FULL, full_only
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -42,12 +46,23 @@ class _Held:
         self._released.set()
 
 
-@pytest.mark.parametrize("text", ["/intent.json", "/packs/", "/parts/", "/zarr.json", "/records/"])
-def test_a_request_of_the_earlier_owner_is_late(any_bucket: Bucket, text: str) -> None:
-    with ckpt.Checkpointer(any_bucket.url) as later:
-        earlier = as_another_program(ckpt.Checkpointer(any_bucket.url))
+Queues = tuple[ckpt.AsyncCallsQueue, ckpt.AsyncCallsQueue]
+
+
+@pytest.fixture
+def queues(queue: ckpt.AsyncCallsQueue, other_queue: ckpt.AsyncCallsQueue) -> Queues:
+    """The writers of the earlier and of the later owner: one of them is held up."""
+    return queue, other_queue
+
+
+@pytest.mark.parametrize(
+    "text", ["/intent.json", "/packs/", "/parts/", *_COMPLETE] if FULL else ["/parts/", *_COMPLETE]
+)
+def test_a_request_of_the_earlier_owner_is_late(job_bucket: Bucket, text: str, queues: Queues) -> None:
+    with ckpt.Checkpointer(job_bucket.url, queue=queues[1]) as later:
+        earlier = as_another_program(ckpt.Checkpointer(job_bucket.url, queue=queues[0]))
         earlier.save(_state(1), 1)
-        held = _Held(any_bucket, text)
+        held = _Held(job_bucket, text)
         earlier.async_save(_state(2), 2)
         assert held.arrived.wait(20)
         assert later.restore(_state(0)) == 1
@@ -71,38 +86,20 @@ def test_a_request_of_the_earlier_owner_is_late(any_bucket: Bucket, text: str) -
         later.save(_state(4), 4)
         assert later.all_steps() == [1, 2, 4]
         for step, value in ((1, 1), (2, 22), (4, 4)):
-            assert ckpt.load(any_bucket.url, step)["value"] == value
-    root = open_root(any_bucket.url)
+            assert ckpt.load(job_bucket.url, step)["value"] == value
+    root = open_root(job_bucket.url)
     assert len(root.superseded()) == (text in _COMPLETE)
     assert root.pending() == []
 
 
-def test_a_later_owner_publishes_what_is_complete(any_bucket: Bucket) -> None:
-    """Its restore waits for nothing: the first job has left, with a save that its writer could not publish."""
-    with ckpt.Checkpointer(any_bucket.url) as earlier:
-        earlier.save(_state(1), 1)
-        refused = 403, b"<Error><Code>AccessDenied</Code></Error>"
-        any_bucket.proxy.rule = lambda request: (
-            refused if "/records/" in request.path and request.method == "PUT" else None
-        )
-        with pytest.raises(ckpt.CheckpointError):
-            earlier.save(_state(2), 2)
-    any_bucket.proxy.rule = lambda request: None
-    assert open_root(any_bucket.url).steps() == [1]
-    state = _state(0)
-    with ckpt.Checkpointer(any_bucket.url) as later:
-        assert later.restore(state) == 2
-    assert state["value"] == 2
-
-
-def test_what_a_late_writer_has_put_is_deleted(any_bucket: Bucket) -> None:
+def test_what_a_late_writer_has_put_is_deleted(job_bucket: Bucket) -> None:
     """Of a save that was abandoned: nothing that it puts later can be a part of a step, and none of it stays."""
-    with ckpt.Checkpointer(any_bucket.url) as checkpointer:
+    with ckpt.Checkpointer(job_bucket.url) as checkpointer:  # at the end of its writer, everything is deleted
         checkpointer.save(_state(1), 1)
-        held = _Held(any_bucket, "/packs/")
+        held = _Held(job_bucket, "/packs/")
         checkpointer.async_save(_state(2), 2)
         assert held.arrived.wait(20)
-        root = open_root(any_bucket.url)
+        root = open_root(job_bucket.url)
         (save,) = root.pending()
         reason = Failure(0, "StorageError", "given up by the test")
         root.pending_save(save).abandon(reason)
@@ -116,16 +113,16 @@ def test_what_a_late_writer_has_put_is_deleted(any_bucket: Bucket) -> None:
     assert root.removed() == []
 
 
-def test_a_record_that_comes_after_the_step_was_removed_and_forgotten(any_bucket: Bucket) -> None:
+def test_a_record_that_comes_after_the_step_was_removed_and_forgotten(job_bucket: Bucket, queues: Queues) -> None:
     """The earlier owner was stopped for more than an hour, with the request that publishes already on its way."""
-    with ckpt.Checkpointer(any_bucket.url, keep=1) as later:
-        earlier = as_another_program(ckpt.Checkpointer(any_bucket.url))
-        held = _Held(any_bucket, "/records/")
+    with ckpt.Checkpointer(job_bucket.url, keep=1, queue=queues[1]) as later:
+        earlier = as_another_program(ckpt.Checkpointer(job_bucket.url, queue=queues[0]))
+        held = _Held(job_bucket, "/records/")
         earlier.async_save(_state(2), 2)
         assert held.arrived.wait(20)
         later.save(_state(4), 4)  # publishes the complete save of the earlier owner, and removes it
         assert later.all_steps() == [4]
-        store = open_store(any_bucket.url, StorageOptions.of(any_bucket.options, 20.0))
+        store = open_store(job_bucket.url, StorageOptions.of(job_bucket.options, 20.0))
         # What the owner does: first the objects, an hour later the record.
         for prefix in ("saves/", "records/"):
             store.delete([each.key for each in store.below(prefix) if "step_00000002-" in each.key])
@@ -167,13 +164,22 @@ class _Stopped:
         self._released.set()
 
 
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("how", ["retention", "delete"])
-def test_the_step_that_a_later_owner_continues_is_not_removed(bucket: Bucket, how: str, number: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [
+        ("retention", 0),
+        pytest.param("retention", 1, marks=full_only),
+        pytest.param("delete", 0, marks=full_only),
+        ("delete", 1),
+    ],
+)
+def test_the_step_that_a_later_owner_continues_is_not_removed(
+    bucket: Bucket, how: str, number: int, queues: Queues
+) -> None:
     """The earlier one has looked at the token, and its request to remove step 10 is late."""
     keep = 1 if how == "retention" else None
-    earlier = as_another_program(ckpt.Checkpointer(bucket.url, keep=keep, storage_options=_EARLIER))
-    with ckpt.Checkpointer(bucket.url) as later, ThreadPoolExecutor(1) as pool:
+    earlier = as_another_program(ckpt.Checkpointer(bucket.url, keep=keep, storage_options=_EARLIER, queue=queues[0]))
+    with ckpt.Checkpointer(bucket.url, queue=queues[1]) as later, ThreadPoolExecutor(1) as pool:
         earlier.save(_state(5), 5)
         earlier.save(_state(10), 10)
         assert later.restore(_state(0)) == 10
@@ -200,13 +206,13 @@ def test_the_step_that_a_later_owner_continues_is_not_removed(bucket: Bucket, ho
         assert ckpt.load(bucket.url, 10)["value"] == 10
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_step_that_a_later_owner_continues_is_not_superseded(bucket: Bucket, number: int) -> None:
-    with ckpt.Checkpointer(bucket.url) as first:
+@pytest.mark.parametrize("number", [pytest.param(0, marks=full_only), 1])
+def test_the_step_that_a_later_owner_continues_is_not_superseded(bucket: Bucket, number: int, queues: Queues) -> None:
+    with ckpt.Checkpointer(bucket.url, queue=queues[0]) as first:
         first.save(_state(10), 10)
         first.save(_state(20), 20)
-    earlier = as_another_program(ckpt.Checkpointer(bucket.url, storage_options=_EARLIER))
-    with ckpt.Checkpointer(bucket.url) as later:
+    earlier = as_another_program(ckpt.Checkpointer(bucket.url, storage_options=_EARLIER, queue=queues[0]))
+    with ckpt.Checkpointer(bucket.url, queue=queues[1]) as later:
         assert earlier.restore(_state(0), 10) == 10
         held = _Stopped(bucket, 20, number)
         earlier.async_save(_state(11), 11)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ckpt
 from tests.ckpt.shared_fs.mounts import Mounts
 from tests.support.selection import FULL
 
@@ -18,6 +19,13 @@ CACHED_S = 300
 
 Mount = Callable[..., Path]
 _CACHED = ("-o", f"attr_timeout={CACHED_S},entry_timeout={CACHED_S},negative_timeout={CACHED_S}")
+
+
+@pytest.fixture(scope="session")
+def queue() -> Iterator[ckpt.AsyncCallsQueue]:
+    """The writer of jobs that need none of their own."""
+    with ckpt.AsyncCallsQueue() as queue:
+        yield queue
 
 
 @pytest.fixture

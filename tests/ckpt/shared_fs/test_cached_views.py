@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,14 @@ from tests.ckpt.shared_fs.mounts import Mounts, state_of
 pytestmark = pytest.mark.timeout(120)
 
 
-@contextmanager
-def _trainer(mounts: Mounts) -> Iterator[ckpt.Checkpointer]:
-    """Return a job on one mount that has removed step 1, and so looked at everything."""
-    with ckpt.Checkpointer(mounts.one / "root", keep=1) as trainer:
+@pytest.fixture
+def trainer(cached_mounts: Mounts, queue: ckpt.AsyncCallsQueue) -> Iterator[ckpt.Checkpointer]:
+    """A job on one mount that has removed step 1, and so looked at everything."""
+    with ckpt.Checkpointer(cached_mounts.one / "root", keep=1, queue=queue) as trainer:
         for step in (1, 2):
             trainer.save(state_of(float(step)), step)
         for name in ("pins", ".readers"):
-            assert not (mounts.one / "root" / name).exists()
+            assert not (cached_mounts.one / "root" / name).exists()
         yield trainer
 
 
@@ -46,24 +45,24 @@ def _remembers(mounts: Mounts, relative: str) -> None:
 
 
 @_REMOVALS
-def test_a_pin_that_was_made_on_another_mount(cached_mounts: Mounts, remove: Remove) -> None:
-    with _trainer(cached_mounts) as trainer:
-        CheckpointRoot(str(cached_mounts.two / "root")).pin_step(2)
-        _remembers(cached_mounts, "root/pins")
-        remove(trainer)
-        assert 2 in trainer.all_steps()
+def test_a_pin_that_was_made_on_another_mount(
+    cached_mounts: Mounts, trainer: ckpt.Checkpointer, remove: Remove
+) -> None:
+    CheckpointRoot(str(cached_mounts.two / "root")).pin_step(2)
+    _remembers(cached_mounts, "root/pins")
+    remove(trainer)
+    assert 2 in trainer.all_steps()
 
 
 @_REMOVALS
-def test_a_further_pin(cached_mounts: Mounts, remove: Remove) -> None:
-    with _trainer(cached_mounts) as trainer:
-        trainer.pin(2)
-        trainer.unpin(2)
-        assert not (cached_mounts.one / "root/pins/step_00000002").exists()
-        CheckpointRoot(str(cached_mounts.two / "root")).pin_step(2)
-        _remembers(cached_mounts, "root/pins/step_00000002")
-        remove(trainer)
-        assert 2 in trainer.all_steps()
+def test_a_further_pin(cached_mounts: Mounts, trainer: ckpt.Checkpointer, remove: Remove) -> None:
+    trainer.pin(2)
+    trainer.unpin(2)
+    assert not (cached_mounts.one / "root/pins/step_00000002").exists()
+    CheckpointRoot(str(cached_mounts.two / "root")).pin_step(2)
+    _remembers(cached_mounts, "root/pins/step_00000002")
+    remove(trainer)
+    assert 2 in trainer.all_steps()
 
 
 def _lease(mounts: Mounts, age_s: float) -> Path:
@@ -77,24 +76,22 @@ def _lease(mounts: Mounts, age_s: float) -> Path:
 
 
 @_REMOVALS
-def test_a_reader_on_another_mount(cached_mounts: Mounts, remove: Remove) -> None:
-    with _trainer(cached_mounts) as trainer:
-        _lease(cached_mounts, 0.0)
-        _remembers(cached_mounts, "root/.readers")
-        remove(trainer)
-        assert 2 in trainer.all_steps()
+def test_a_reader_on_another_mount(cached_mounts: Mounts, trainer: ckpt.Checkpointer, remove: Remove) -> None:
+    _lease(cached_mounts, 0.0)
+    _remembers(cached_mounts, "root/.readers")
+    remove(trainer)
+    assert 2 in trainer.all_steps()
 
 
 @_REMOVALS
-def test_a_reader_whose_lease_was_renewed(cached_mounts: Mounts, remove: Remove) -> None:
-    with _trainer(cached_mounts) as trainer:
-        lease = _lease(cached_mounts, 1000.0)
-        CheckpointRoot(str(cached_mounts.two / "root")).make()
-        seen = cached_mounts.one / "root" / ".readers"
-        seen.mkdir(exist_ok=True)  # also ends what this mount remembers
-        seen = seen / lease.parent.name / lease.name
-        assert time.time() - seen.stat().st_mtime > 500
-        lease.touch()
-        assert time.time() - seen.stat().st_mtime > 500, "the mount has no cache"
-        remove(trainer)
-        assert 2 in trainer.all_steps()
+def test_a_reader_whose_lease_was_renewed(cached_mounts: Mounts, trainer: ckpt.Checkpointer, remove: Remove) -> None:
+    lease = _lease(cached_mounts, 1000.0)
+    CheckpointRoot(str(cached_mounts.two / "root")).make()
+    seen = cached_mounts.one / "root" / ".readers"
+    seen.mkdir(exist_ok=True)  # also ends what this mount remembers
+    seen = seen / lease.parent.name / lease.name
+    assert time.time() - seen.stat().st_mtime > 500
+    lease.touch()
+    assert time.time() - seen.stat().st_mtime > 500, "the mount has no cache"
+    remove(trainer)
+    assert 2 in trainer.all_steps()

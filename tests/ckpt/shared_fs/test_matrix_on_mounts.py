@@ -7,9 +7,7 @@ from tests.ckpt.shared_fs.mounts import Mounts
 
 _FEW = {
     ("writer", "during write", 1, 2),
-    ("trainer", "during write", 0, 2),
     ("both", "before publish", 0, 2),
-    ("both", "after staging", 1, 2),
 }
 
 

@@ -207,8 +207,8 @@ def _options() -> dict[str, Any]:
     return {"keep": 1}
 
 
-def test_a_reader_with_a_lease_keeps_its_step(mounts: Mounts) -> None:
-    with ckpt.Checkpointer(mounts.one / "root", **_options()) as trainer:
+def test_a_reader_with_a_lease_keeps_its_step(mounts: Mounts, queue: ckpt.AsyncCallsQueue) -> None:
+    with ckpt.Checkpointer(mounts.one / "root", **_options(), queue=queue) as trainer:
         trainer.save(state_of(1.0), 1)
         with ckpt.open(mounts.two / "root") as opened:
             for step in (2, 3, 4):
@@ -220,9 +220,11 @@ def test_a_reader_with_a_lease_keeps_its_step(mounts: Mounts) -> None:
     assert not os.listdir(mounts.folder / "root/.readers")
 
 
-def test_a_reader_without_a_lease_never_gets_two_steps_in_one_tensor(mounts: Mounts) -> None:
+def test_a_reader_without_a_lease_never_gets_two_steps_in_one_tensor(
+    mounts: Mounts, queue: ckpt.AsyncCallsQueue
+) -> None:
     """It used to get elements of both, with correct checksums."""
-    with ckpt.Checkpointer(mounts.one / "root", **_options()) as trainer:
+    with ckpt.Checkpointer(mounts.one / "root", **_options(), queue=queue) as trainer:
         trainer.save(state_of(1.0), 1)
         opened = ckpt.open(mounts.read_only / "root")
         assert set(opened["w"][:1000].tolist()) == {1.0}

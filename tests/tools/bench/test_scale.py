@@ -5,29 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import full_only
 from tools.bench.__main__ import main
 
 
+@full_only
 @pytest.mark.timeout(180)  # it starts Python with torch several times
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, document = tmp_path / "disk", tmp_path / "result.json"
     folder.mkdir()
-    small = [
-        "scale",
-        "--tensors",
-        "20",
-        "--ranks",
-        "8",
-        "--parts",
-        "8",
-        "--repeats",
-        "1",
-        "--names",
-        "64",
-        "--different",
-        "16",
-    ]
-    assert main([*small, "--folder", str(folder), "--json", str(document)]) == 0
+    small = {"tensors": 20, "ranks": 8, "parts": 8, "repeats": 1, "names": 64, "different": 16}
+    options = [word for name, number in small.items() for word in (f"--{name}", str(number))]
+    assert main(["scale", *options, "--folder", str(folder), "--json", str(document)]) == 0
     assert list(folder.iterdir()) == []
 
     result = json.loads(document.read_text())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt import AsyncCallsQueue, Checkpointer, Staging
 from ckpt.validation import validate
+from tests.support.selection import FULL
 
 DTYPES = (
     torch.float32,
@@ -57,7 +58,7 @@ STATES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200 if FULL else 25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     state=st.dictionaries(KEYS, STATES, max_size=4),
     compression=st.sampled_from((None, "zstd")),

@@ -424,7 +424,7 @@ def test_a_torch_file_that_is_compressed(run: Commands, tmp_path: Path) -> None:
 def test_an_object_in_dcp_that_is_a_zip_bomb(run: Commands, directory: Path, tmp_path: Path) -> None:
     metadata = dcp.FileSystemReader(directory).read_metadata()
     torch.save(["a", "b"], tmp_path / "words.pt")
-    _zipped(tmp_path / "words.pt", directory / "__9_0.distcp", zipfile.ZIP_DEFLATED, version=bytes(1 << 30))
+    _zipped(tmp_path / "words.pt", directory / "__9_0.distcp", zipfile.ZIP_DEFLATED, version=bytes(1 << 28))
     for index, place in metadata.storage_data.items():
         if index.fqn == "words":
             place.relative_path, place.offset = "__9_0.distcp", 0
