@@ -97,6 +97,18 @@ def _open(arguments: argparse.Namespace) -> LazyState:
 
             opened = open_dcp(path, arguments.follow_links)
             return state_of_dcp(opened, string_keys=arguments.string_keys, skip_unsafe=arguments.skip_unsafe)
+        case "orbax":
+            from ckpt.formats.orbax_reader import open_orbax
+
+            return open_orbax(path, arguments.follow_links)
+        case "ocdbt":
+            from ckpt.formats.zarr_tree import open_ocdbt
+
+            return open_ocdbt(path, arguments.follow_links)
+        case "zarr":
+            from ckpt.formats.zarr_tree import open_zarr
+
+            return open_zarr(path, arguments.follow_links)
     if os.path.isdir(path):
         step_path(path)
         raise CannotReadError(f"{path} is already a checkpoint of ckpt; `export` writes other formats")
