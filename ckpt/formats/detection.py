@@ -14,7 +14,7 @@ from typing import Literal
 from ckpt.formats.files import foreign_file
 from ckpt.formats.orbax_metadata import MANIFEST, is_orbax
 from ckpt.formats.safetensors import SUFFIX, is_safetensors_directory, looks_like_safetensors, looks_like_torch
-from ckpt.storage.names import parse_save_name
+from ckpt.storage.names import PUBLISHED_STEP, parse_save_name
 from ckpt.storage.step_documents import INTENT, step_around
 
 __all__ = ["DESCRIPTIONS", "Kind", "kind_of"]
@@ -62,7 +62,7 @@ _MAX_DOCUMENT_BYTES = 1 << 26
 def _kind_of_directory(path: str) -> Kind | None:
     if os.path.lexists(os.path.join(path, ".metadata")):
         return "dcp"
-    if _is_own(path):
+    if _is_own(path) or _has_own_step(path):
         return None
     if is_orbax(path):
         return "orbax"
@@ -84,6 +84,12 @@ def _is_own(path: str) -> bool:
             return "ckpt" in json.loads(stream.read(_MAX_DOCUMENT_BYTES))["attributes"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
+
+
+def _has_own_step(path: str) -> bool:
+    """Whether a directory has steps of this library. The steps of Orbax may have such names, too."""
+    names = [name for name in os.listdir(path) if PUBLISHED_STEP.fullmatch(name)]
+    return any(_is_own(os.path.join(path, name)) for name in names[:_MAX_LOOKED_AT])
 
 
 def _has_zarr(path: str) -> bool:

@@ -15,10 +15,11 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -168,7 +169,7 @@ class _ArrayReader:
         self._shape, self._chunk, self._itemsize = shape, chunk, itemsize
         self._array: Any = None
         self._reader: ReadBox | None = None
-        self._spool: BinaryIO | None = None
+        self._close: Callable[[], object] = lambda: None  # of the temporary file
 
     def read(self, box: Box, out: Bytes) -> None:
         """Fill `out` with a box. CheckpointCorruptError, StorageError."""
@@ -178,7 +179,8 @@ class _ArrayReader:
             self._reader = self._prepare()
         self._reader(box, out)
         if all(o + n == size for o, n, size in zip(box.offset, box.shape, self._shape, strict=True)):
-            self._array = self._reader = self._spool = None
+            self._array = self._reader = None
+            self._close()
 
     def _prepare(self) -> ReadBox:
         row_bytes = math.prod((*self._chunk[:1], *self._shape[1:])) * self._itemsize
@@ -231,7 +233,8 @@ class _ArrayReader:
         piece = _enlarged(self._chunk, self._shape, _PIECE_BYTES // self._itemsize)
         starts = itertools.product(*(range(0, size, step) for size, step in zip(self._shape, piece, strict=True)))
         with storage_errors("write a temporary file in (TMPDIR names another place)", tempfile.gettempdir()):
-            self._spool = spool = tempfile.TemporaryFile(prefix="ckpt-convert-", buffering=0)  # noqa: SIM115
+            spool = tempfile.TemporaryFile(prefix="ckpt-convert-", buffering=0)  # noqa: SIM115
+            self._close = weakref.finalize(self, spool.close)  # also where a conversion fails in the middle
             name, offset = f"/proc/self/fd/{spool.fileno()}", 0
             for start in starts:
                 shape = tuple(min(step, size - at) for step, size, at in zip(piece, self._shape, start, strict=True))
