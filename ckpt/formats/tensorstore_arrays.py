@@ -43,6 +43,7 @@ _DTYPES = frozenset(
 """Names that are the same in tensorstore and torch, of elements with the same bits. int4 is not: torch's is a byte."""
 
 _ROW_BYTES = 64 << 20  # of chunks that are kept decoded
+_MAX_BYTES = 1 << 44  # of an array: metadata of a few bytes can describe any size
 _SPARE_BYTES = 16 << 20
 _NODE_BYTES = 32 << 20  # of an OCDBT database
 _PIECE_BYTES = 16 << 20
@@ -132,7 +133,9 @@ class ArrayDatabase:
             raise self.damaged(place, error) from None
 
     def damaged(self, place: ArrayPlace, error: Exception) -> CheckpointError:
-        """Return the error for what tensorstore says of an array."""
+        """Return the error for what tensorstore says of an array. MemoryError is raised as it is."""
+        if isinstance(error, MemoryError):
+            raise error
         return CheckpointCorruptError(f"{self.path}: {place.label} cannot be read: {_reason(error)}")
 
     def _kvstore(self, path: str) -> dict[str, Any]:
@@ -151,7 +154,12 @@ class ArrayDatabase:
             )
         chunk = tuple(max(size, 1) for size in array.chunk_layout.read_chunk.shape or ())
         chunk_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
-        if chunk_bytes > psutil.virtual_memory().available:
+        if math.prod(shape) * array.dtype.numpy_dtype.itemsize > _MAX_BYTES:
+            raise ConversionError(
+                f"{self.path}: {place.label} has the shape {list(shape)}: that is larger than any tensor, and "
+                "chunks that are not stored would be written, too"
+            )
+        if chunk_bytes > _ROW_BYTES and chunk_bytes > psutil.virtual_memory().available:
             raise ConversionError(
                 f"{self.path}: {place.label} has chunks of {chunk_bytes:,} bytes, and a chunk is read as a whole: that "
                 "is more than the available memory"
@@ -168,6 +176,7 @@ class _ArrayReader:
         self._database, self._place = database, place
         self._shape, self._chunk, self._itemsize = shape, chunk, itemsize
         self._array: Any = None
+        self._cache_bytes, self._filled = 0, False  # of `_array`
         self._reader: ReadBox | None = None
         self._close: Callable[[], object] = lambda: None  # of the temporary file
 
@@ -194,7 +203,7 @@ class _ArrayReader:
         return partial(read_parts, parts)
 
     def _open(self, cache_bytes: int, *, filled: bool = False) -> None:
-        self._cache_bytes = cache_bytes
+        self._cache_bytes, self._filled = cache_bytes, filled
         future = self._database.opening(self._place, cache_bytes, filled=filled)
         self._array = self._database.opened(self._place, future)
 
@@ -208,7 +217,7 @@ class _ArrayReader:
         try:
             read = self._array[where].read(order="C").result()
         except Exception as error:
-            if not (self._place.may_be_absent and _MISSING_CHUNK.match(str(error))):
+            if self._filled or not (self._place.may_be_absent and _MISSING_CHUNK.match(str(error))):
                 raise self._database.damaged(self._place, error) from None
             self._fill_from_now_on()
             return self._elements(box)

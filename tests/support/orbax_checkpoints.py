@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["expected_state", "write_with_orbax"]
+__all__ = ["expected_state", "is_orbax_installed", "write_with_orbax"]
 
 _PROGRAM = Path(__file__).with_name("orbax_program.py")
 
 
+def is_orbax_installed() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("orbax", "jax"))
+
+
 def write_with_orbax(folder: Path) -> Path:
     """Write the checkpoints of `orbax_program` into a folder; return it. Skips the test if Orbax is not installed."""
-    if importlib.util.find_spec("orbax") is None or importlib.util.find_spec("jax") is None:
+    if not is_orbax_installed():
         pytest.skip("orbax-checkpoint is not installed")
     command = [sys.executable, str(_PROGRAM), str(folder)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=150)

@@ -31,7 +31,7 @@ from .step import Step, block_boxes, open_step, step_path
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "make a step out of torch.distributed.checkpoint, torch.save or safetensors"
+HELP = "make a step out of torch.distributed.checkpoint, torch.save, safetensors, Orbax or Zarr"
 
 _STEPS = 10**18
 _SHOWN = 20
@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="FROM",
-        help="a torch.distributed.checkpoint directory, a torch.save file, a safetensors file or directory",
+        help="a torch.distributed.checkpoint directory, a torch.save file, a safetensors file or directory, a "
+        "checkpoint of Orbax, a directory or an OCDBT database of Zarr arrays",
     )
     parser.add_argument("target", metavar="TO", help="a checkpoint root, new or not; may be a URL")
     parser.add_argument("--step", type=_step_number, default=0, metavar="N", help="number of the new step (default 0)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from ckpt import load
 from tests.support.orbax_checkpoints import expected_state, write_with_orbax
-from tests.tools.inspect_ckpt.commands import Commands
+from tests.tools.inspect_ckpt.commands import REPOSITORY, Commands
 
 pytestmark = pytest.mark.timeout(180)  # the first test waits for a process that imports jax
 
@@ -56,7 +57,19 @@ def test_every_layout(run: Commands, tmp_path: Path, orbax: Path, name: str, hol
     assert "all bits are equal" in run("convert", orbax / name, tmp_path / "root", "--step", "7")
     run("validate", tmp_path / "root")
     assert same(load(tmp_path / "root"), expected_state(orbax, holds))
-    assert "jax" not in sys.modules
+
+
+def test_neither_orbax_nor_jax_is_needed(tmp_path: Path, orbax: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules.update(jax=None, orbax=None, zarr=None)\n"
+        "from tools.inspect_ckpt.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "convert", str(orbax / "ocdbt"), str(tmp_path / "root")]
+    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert answer.returncode == 0, answer.stderr
+    assert same(load(tmp_path / "root"), expected_state(orbax, "state"))
 
 
 def test_steps_and_items(run: Commands, tmp_path: Path, orbax: Path) -> None:
