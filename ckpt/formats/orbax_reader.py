@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from ckpt.planning.boxes import Box
 __all__ = ["open_orbax"]
 
 _ARRAYS = ("jax.Array", "np.ndarray")
-_EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}
+_EMPTY = MappingProxyType[str, Any]({"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()})
 """What Orbax writes for leaves without content, by the name of the type."""
 
 
@@ -50,7 +51,7 @@ def open_orbax(path: str, follow_links: bool) -> LazyState:
             readers[id(leaves[leaf.keys])] = tensor.read
     if () in leaves:
         raise ConversionError(f"{item} holds a single leaf without a name; only a dict or list of leaves can be a step")
-    # In the order of the keys that Orbax wrote: a state has it, too.
+    # In the order of the metadata: the keys of a loaded state are in the order of its leaves.
     ordered = {leaf.keys: leaves[leaf.keys] for leaf in tree.leaves}
     return state_of("Orbax", nested_state(ordered, item, numbers=False), readers, item, False, notes)
 
