@@ -5,7 +5,6 @@ Objects that are not tensors are small archives of torch.save. Torch loads them,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError
 from ckpt.formats.dcp_metadata import Chunk, ChunkedTensor, Metadata, Span, read_metadata
 from ckpt.formats.foreign_files import file_in, file_size, read_box, read_bytes
-from ckpt.formats.lazy_state import Bytes, FileTensor, LazyState, ReadBox, UnsafeError, check_dtype
+from ckpt.formats.lazy_state import Bytes, FileTensor, LazyState, ReadBox, UnsafeError, check_dtype, read_parts
+from ckpt.formats.nesting import nested_state
 from ckpt.formats.pickles import find_tensor
-from ckpt.paths import Path, display
+from ckpt.paths import Path
 from ckpt.planning.boxes import Box
 
 __all__ = ["OpenDcp", "open_dcp", "state_of_dcp"]
@@ -61,7 +61,7 @@ def open_dcp(path: str, follow_links: bool) -> OpenDcp:
     for name, tensor in metadata.tensors.items():
         check_dtype(tensor.dtype, (name,), path)
         parts = [(chunk.box, _chunk_reader(tensor, chunk, file_of(chunk.span), name)) for chunk in tensor.chunks]
-        tensors[name] = FileTensor(tensor.dtype, tensor.shape, partial(_read_parts, parts))
+        tensors[name] = FileTensor(tensor.dtype, tensor.shape, partial(read_parts, parts))
     objects = {name: (file_of(span), span) for name, span in metadata.objects.items()}
     return OpenDcp(path, metadata, tensors, objects)
 
@@ -87,7 +87,7 @@ def state_of_dcp(opened: OpenDcp, *, string_keys: bool, skip_unsafe: bool) -> La
         if keys in named:
             raise CheckpointCorruptError(f"{opened.path}: the keys {keys} belong to {name} and to another leaf")
         named[keys] = leaf
-    nested = _nested(named, opened.path, numbers=not string_keys)
+    nested = nested_state(named, opened.path, numbers=not string_keys)
     state = state_of("torch.distributed.checkpoint", nested, readers, opened.path, skip_unsafe, notes)
     if len(state.tensors) < len(opened.tensors):
         raise CheckpointCorruptError(f"{opened.path}: some tensors have the same keys")
@@ -147,57 +147,3 @@ class _LoadedChunk:
         if str(tensor.dtype).removeprefix("torch.") != self._dtype:
             raise CheckpointCorruptError(f"{where} is {tensor.dtype}, not {self._dtype}")
         return memory_reader(tensor)
-
-
-def _read_parts(parts: list[tuple[Box, ReadBox]], box: Box, out: Bytes) -> None:
-    for part, read in parts:
-        overlap = box.intersection(part)
-        if overlap is not None:
-            inner = Box(tuple(o - p for o, p in zip(overlap.offset, part.offset, strict=True)), overlap.shape)
-            read(inner, out[tuple(overlap.slices(box.offset))])
-
-
-# -- nested keys -------------------------------------------------------------------------------------------------------
-
-
-class _Node(dict[str | int, Any]):
-    """A dict or list under construction. Its type tells it from dicts that are leaves."""
-
-
-def _nested(leaves: Mapping[Path, Any], where: str, *, numbers: bool) -> Any:
-    """Return the nested state with these leaves. Keys that are int are places in lists; missing items become None.
-
-    DCP makes strings of all keys of dicts. With `numbers`, a dict whose keys all read like numbers gets numbers back:
-    the state of an optimizer is such a dict. CheckpointCorruptError if a leaf is below another leaf.
-    """
-    root = _Node()
-    for path, leaf in leaves.items():
-        node = root
-        for key in path[:-1]:
-            node = node.setdefault(key, _Node())
-            if not isinstance(node, _Node):
-                raise CheckpointCorruptError(f"{where}: {display(path)} is below another leaf")
-        if path[-1] in node:
-            raise CheckpointCorruptError(f"{where}: {display(path)} occurs twice, or has leaves below it")
-        node[path[-1]] = leaf
-    return _finished(root, where, len(leaves), numbers)
-
-
-def _finished(node: _Node, where: str, most: int, numbers: bool) -> Any:
-    items = {key: _finished(v, where, most, numbers) if isinstance(v, _Node) else v for key, v in node.items()}
-    if items and all(type(key) is int for key in items):
-        places = [int(key) for key in items]
-        if min(places) < 0 or max(places) >= most:
-            raise CheckpointCorruptError(
-                f"{where}: a list has the place {max(places)}, but there are {most} leaves in all"
-            )
-        return [items.get(place) for place in range(max(places) + 1)]
-    if any(type(key) is int for key in items):
-        raise CheckpointCorruptError(f"{where}: a dict has both whole numbers and strings as keys: {list(items)[:4]}")
-    if numbers and items and all(_is_number(str(key)) for key in items):
-        return {int(key): item for key, item in items.items()}
-    return items
-
-
-def _is_number(key: str) -> bool:
-    return key.isascii() and key.isdecimal() and len(key) <= 18 and (key == "0" or key[0] != "0")

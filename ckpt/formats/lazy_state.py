@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,17 @@ from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import names, stored
 from ckpt.values.containers import Container
 
-__all__ = ["Blocks", "Bytes", "LazyState", "FileTensor", "NewTensor", "ReadBox", "UnsafeError", "check_dtype"]
+__all__ = [
+    "Blocks",
+    "Bytes",
+    "LazyState",
+    "FileTensor",
+    "NewTensor",
+    "ReadBox",
+    "UnsafeError",
+    "check_dtype",
+    "read_parts",
+]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -111,3 +121,12 @@ def check_dtype(dtype: str, path: Path, where: str) -> None:
             f"{where}: {display(path)} is of dtype {dtype}, which a checkpoint cannot hold; it can hold "
             f"{', '.join(names())}"
         ) from None
+
+
+def read_parts(parts: Sequence[tuple[Box, ReadBox]], box: Box, out: Bytes) -> None:
+    """Fill `out` with a box of a tensor whose parts, by their boxes, have readers of their own."""
+    for part, read in parts:
+        overlap = box.intersection(part)
+        if overlap is not None:
+            inner = Box(tuple(o - p for o, p in zip(overlap.offset, part.offset, strict=True)), overlap.shape)
+            read(inner, out[tuple(overlap.slices(box.offset))])

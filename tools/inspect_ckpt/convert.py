@@ -31,7 +31,7 @@ from .step import Step, block_boxes, open_step, step_path
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "make a step out of torch.distributed.checkpoint, torch.save or safetensors"
+HELP = "make a step out of torch.distributed.checkpoint, torch.save, safetensors, Orbax or Zarr"
 
 _STEPS = 10**18
 _SHOWN = 20
@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="FROM",
-        help="a torch.distributed.checkpoint directory, a torch.save file, a safetensors file or directory",
+        help="a torch.distributed.checkpoint directory, a torch.save file, a safetensors file or directory, a "
+        "checkpoint of Orbax, a directory or an OCDBT database of Zarr arrays",
     )
     parser.add_argument("target", metavar="TO", help="a checkpoint root, new or not; may be a URL")
     parser.add_argument("--step", type=_step_number, default=0, metavar="N", help="number of the new step (default 0)")
@@ -97,6 +98,18 @@ def _open(arguments: argparse.Namespace) -> LazyState:
 
             opened = open_dcp(path, arguments.follow_links)
             return state_of_dcp(opened, string_keys=arguments.string_keys, skip_unsafe=arguments.skip_unsafe)
+        case "orbax":
+            from ckpt.formats.orbax_reader import open_orbax
+
+            return open_orbax(path, arguments.follow_links)
+        case "ocdbt":
+            from ckpt.formats.zarr_tree import open_ocdbt
+
+            return open_ocdbt(path, arguments.follow_links)
+        case "zarr":
+            from ckpt.formats.zarr_tree import open_zarr
+
+            return open_zarr(path, arguments.follow_links)
     if os.path.isdir(path):
         step_path(path)
         raise CannotReadError(f"{path} is already a checkpoint of ckpt; `export` writes other formats")

@@ -47,6 +47,7 @@ __all__ = [
     "moved_steps",
     "owned",
     "pending_saves",
+    "refuse_other_format",
     "root_of",
     "steps_of",
     "why_abandoned",
@@ -57,6 +58,7 @@ def root_of(path: str) -> CheckpointRoot:
     """Return the checkpoint root in a directory. CannotReadError if it is not one, with a hint if it is a step."""
     check_directory(path)
     if os.path.lexists(os.path.join(path, "zarr.json")) or looks_like_step(path):
+        refuse_other_format(path)
         raise CannotReadError(f"{path} is a step, not a checkpoint root; give {os.path.dirname(os.path.abspath(path))}")
     own_directory(os.path.abspath(path), "a checkpoint root")
     check_root(path)
@@ -91,7 +93,7 @@ def check_directory(path: str) -> None:
     except (OSError, ValueError) as error:
         raise CannotReadError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISDIR(status.st_mode):
-        _refuse_other_format(path)
+        refuse_other_format(path)
         raise CannotReadError(f"{path} is a file; give the directory of a step, or a checkpoint root")
     try:
         os.listdir(path)
@@ -106,11 +108,11 @@ def check_root(path: str) -> None:
         return
     if not os.listdir(path):
         raise CannotReadError(f"{path} is empty: there is no checkpoint")
-    _refuse_other_format(path)
+    refuse_other_format(path)
     raise CannotReadError(f"{path} is not a checkpoint and contains none")
 
 
-def _refuse_other_format(path: str) -> None:
+def refuse_other_format(path: str) -> None:
     """CannotReadError, with what to write instead, if there is a checkpoint of another format at `path`."""
     try:
         kind = kind_of(path)

@@ -29,7 +29,7 @@ from ckpt.storage.step_source import LocalStep, StepSource, step_source
 from ckpt.validation import read_document
 
 from .output import CannotReadError, NotPublishedError
-from .root import check_directory, check_root, looks_like_step, steps_of
+from .root import check_directory, check_root, looks_like_step, refuse_other_format, steps_of
 
 __all__ = [
     "PartTimes",
@@ -172,6 +172,7 @@ def step_path(path: str) -> str:
     if steps:
         return root.step_path(steps[-1])
     if looks_like_step(path):
+        refuse_other_format(path)
         return path  # its zarr.json is missing: the caller reports it
     check_root(path)
     raise NotPublishedError(f"{path} has no published step, only saves that are pending or abandoned")
@@ -203,6 +204,7 @@ def _check_zarr_of_step(path: str) -> None:
     try:
         summary_of(path)
     except CheckpointCorruptError:
+        refuse_other_format(path)
         raise CannotReadError(f"{path} is not a checkpoint: its zarr.json is not one of a step") from None
     except (CheckpointError, OSError):
         return  # the caller reads it again, and reports it

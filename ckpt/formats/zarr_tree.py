@@ -1,0 +1,135 @@
+"""Read directories and OCDBT databases of Zarr arrays (v2 and v3) that no other format describes.
+
+Each array has the name that its path in the hierarchy gives. Attributes and consolidated metadata are not read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ckpt.errors import CheckpointCorruptError, ConversionError
+from ckpt.formats.foreign_files import file_size, read_bytes
+from ckpt.formats.lazy_state import LazyState, ReadBox
+from ckpt.formats.nesting import nested_state
+from ckpt.formats.tensorstore_arrays import ArrayDatabase, ArrayPlace
+from ckpt.paths import Path
+
+__all__ = ["ARRAY_DOCUMENTS", "check_files", "open_ocdbt", "open_zarr"]
+
+_V2, _V3 = ".zarray", "zarr.json"
+ARRAY_DOCUMENTS = (_V3, _V2)
+_MAX_DEPTH = 100
+_MAX_DOCUMENT_BYTES = 64 << 20
+
+
+def open_zarr(path: str, follow_links: bool) -> LazyState:
+    """Open the arrays below a directory. CheckpointCorruptError, ConversionError."""
+    keys = []
+    for folder, names in _walk(path, follow_links):
+        if _V3 in names and _is_array(os.path.join(path, folder, _V3)):
+            keys.append(f"{folder}/{_V3}")
+        elif _V2 in names:
+            keys.append(f"{folder}/{_V2}")
+    notes: list[str] = []
+    return _state("Zarr", path, keys, ArrayDatabase(path, ocdbt=False, notes=notes), notes)
+
+
+def open_ocdbt(path: str, follow_links: bool) -> LazyState:
+    """Open the arrays in an OCDBT database. CheckpointCorruptError, ConversionError."""
+    check_files(path, follow_links)
+    notes: list[str] = []
+    database = ArrayDatabase(path, ocdbt=True, notes=notes)
+    keys = database.keys()
+    groups = {key.removesuffix(_V3) for key in keys if key.endswith(_V3)}
+    groups = {group for group in groups if not _holds_array(database.read(f"{group}{_V3}"), f"{path}: {group}{_V3}")}
+    documents = [
+        key for key in keys if key.rpartition("/")[2] in ARRAY_DOCUMENTS and key.removesuffix(_V3) not in groups
+    ]
+    return _state("OCDBT", path, [f"/{key}" for key in documents], database, notes)
+
+
+def check_files(path: str, follow_links: bool) -> None:
+    """ConversionError if there is anything but regular files below a directory, or a link out of it.
+
+    Such links are allowed with `follow_links`.
+    """
+    for _ in _walk(path, follow_links):
+        pass
+
+
+def _walk(path: str, follow_links: bool) -> Iterator[tuple[str, set[str]]]:
+    """Yield the directories below `path`, relative to it, each with the names of its files. Checks as `check_files`."""
+    top = os.path.realpath(path)
+    seen = {top}
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        files = set()
+        with os.scandir(os.path.join(path, folder)) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    real = os.path.realpath(entry.path)
+                    if not follow_links and os.path.commonpath([real, top]) != top:
+                        raise ConversionError(
+                            f"{entry.path} is a link to {real}, out of the directory; --follow-links reads it anyway"
+                        )
+                if not entry.is_dir():
+                    _check_regular(entry)
+                    files.add(entry.name)
+                elif not entry.is_symlink() or (follow_links and os.path.realpath(entry.path) not in seen):
+                    seen.add(os.path.realpath(entry.path))
+                    waiting.append(os.path.join(folder, entry.name))
+        yield folder, files
+
+
+def _check_regular(entry: os.DirEntry[str]) -> None:
+    try:
+        mode = entry.stat().st_mode
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"{entry.path} leads to a file that is missing") from None
+    if not stat.S_ISREG(mode):
+        raise ConversionError(f"{entry.path} is not a regular file")
+
+
+def _is_array(document: str) -> bool:
+    size = file_size(document)
+    if size > _MAX_DOCUMENT_BYTES:
+        raise CheckpointCorruptError(f"{document} is larger than the metadata of any array")
+    return _holds_array(read_bytes(document, 0, size), document)
+
+
+def _holds_array(data: bytes, where: str) -> bool:
+    """Whether a zarr.json describes an array, not a group. CheckpointCorruptError if it is neither."""
+    try:
+        kind = json.loads(data)["node_type"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        kind = None
+    if kind not in ("array", "group"):
+        raise CheckpointCorruptError(f"{where} is damaged: it describes neither an array nor a group")
+    return bool(kind == "array")
+
+
+def _state(kind: str, path: str, documents: Iterable[str], database: ArrayDatabase, notes: list[str]) -> LazyState:
+    """Return the state with the arrays whose documents have these keys, each after a slash."""
+    from ckpt.formats.torch_file import placeholder, state_of
+
+    places: dict[str, ArrayPlace] = {}
+    for key, _, name in sorted(document.rpartition("/") for document in documents):
+        key = key.removeprefix("/")
+        places.setdefault(key, ArrayPlace(key or "the array", key, "zarr" if name == _V2 else "zarr3"))
+    if not places:
+        raise ConversionError(f"{path} holds no array of Zarr")
+    if "" in places:
+        raise ConversionError(f"{path} is a single array, without a name; give the directory that contains it")
+    leaves: dict[Path, Any] = {}
+    readers: dict[int, ReadBox] = {}
+    for key, tensor in zip(places, database.tensors(places.values()), strict=True):
+        if key.count("/") >= _MAX_DEPTH:
+            raise ConversionError(f"{path}: {key:.80}... is nested deeper than any state of a step")
+        leaf = leaves[tuple(key.split("/"))] = placeholder(tensor.dtype, tensor.shape)
+        readers[id(leaf)] = tensor.read
+    return state_of(kind, nested_state(leaves, path, numbers=False), readers, path, False, notes)
