@@ -8,7 +8,6 @@ will do (see `interface.check_create`).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import math
@@ -261,6 +260,7 @@ def open_bucket(url: str, options: StorageOptions) -> BucketStore:
 
 def _config(url: str, options: StorageOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of the store and those of the connections: of the environment only those that are known."""
+    import obstore.exceptions
     import obstore.store
 
     prefix = _ENVIRONMENT[url.partition(":")[0]]
@@ -268,9 +268,13 @@ def _config(url: str, options: StorageOptions) -> tuple[dict[str, Any], dict[str
     for name, value in options.environment:
         name = {"aws_endpoint_url_s3": "aws_endpoint_url"}.get(name, name)
         if name.startswith(prefix) and name.removeprefix(prefix) not in _CLIENT_OPTIONS:
-            with contextlib.suppress(Exception):
+            try:
                 obstore.store.from_url(url, config={name: value}, client_options={"allow_http": "true"})
-                config[name] = value
+            except obstore.exceptions.UnknownConfigurationKeyError:
+                continue
+            except Exception:  # it is known, and needs others beside it: a key and its id
+                pass
+            config[name] = value
     client = {name: value for name, value in options.given if name in _CLIENT_OPTIONS}
     for name, value in options.given:
         if name not in _CLIENT_OPTIONS:

@@ -72,10 +72,22 @@ def test_azure_saved_on_two_ranks_and_restored_on_one(azure: tuple[str, dict[str
 
 
 @_needs_azurite
+def test_azure_by_a_writer_that_began_before_the_variables_were_set(
+    azurite: tuple[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ckpt.AsyncCallsQueue() as queue:
+        with ckpt.Checkpointer(tmp_path / "first", queue=queue) as checkpointer:
+            checkpointer.save(_state(1), 1)
+        for name, value in azurite[1].items():
+            monkeypatch.setenv(name, value)
+        with ckpt.Checkpointer(f"{azurite[0]}/{tmp_path.name}", queue=queue) as checkpointer:
+            checkpointer.save(_state(1), 1)
+            assert checkpointer.all_steps() == [1]
+
+
+@_needs_azurite
 def test_azure_lets_one_of_two_jobs_own_a_root(azure: tuple[str, dict[str, str]], queue: ckpt.AsyncCallsQueue) -> None:
-    # The writer, which had started before the variables of this test were set, gets them as options.
-    options = {name.lower(): value for name, value in azure[1].items()}
-    job = functools.partial(ckpt.Checkpointer, azure[0], queue=queue, storage_options=options)
+    job = functools.partial(ckpt.Checkpointer, azure[0], queue=queue)
     with job() as first, job() as second:
         first.save(_state(1), 1)
         second.restore(_state(0))
