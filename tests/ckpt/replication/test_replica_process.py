@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ckpt.keeper.trainer_side import Keeper
-from ckpt.replication import process
+from ckpt.replication import replica_process
 from ckpt.replication.replica import Address, Replica, TransportError
 from ckpt.replication.replica_messages import Admit, List
 from ckpt.replication.replica_process import ReplicaWorker
@@ -164,14 +164,14 @@ def test_a_transfer_to_a_holder_that_is_killed_fails_and_is_reported(leak_check:
 def test_a_process_that_does_not_answer_is_waited_for_once(
     monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
 ) -> None:
-    monkeypatch.setattr(process, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(replica_process, "_ANSWER_S", 0.3)
     with workers(2) as ((sender, _), (holder, address)), staged(content("2", SIZE)) as slot:
         send(sender, address, "1")
         os.kill(pid_of(holder), signal.SIGSTOP)
         with pytest.raises(TransportError, match=rf"pid {pid_of(holder)}\) did not answer in 0.3 s"):
             holder.held()
         with monkeypatch.context() as patch:
-            patch.delattr(process, "select")  # nothing waits
+            patch.delattr(replica_process, "select")  # nothing waits
             with pytest.raises(TransportError, match="did not answer"):
                 holder.held()
             with pytest.raises(TransportError, match="did not answer"):

@@ -454,7 +454,7 @@ def test_what_the_queue_refuses_takes_no_slot(tmp_path: Path, monkeypatch: pytes
     with ckpt.Checkpointer(tmp_path / "root", timeout=timedelta(seconds=20)) as checkpointer:
         checkpointer.warmup(_state(0.0))
         with monkeypatch.context() as patch:
-            patch.setattr(call, "_pickled", refuse)
+            patch.setattr(call, "pickled", refuse)
             for step in range(4):
                 with pytest.raises(OSError, match="no descriptor"):
                     checkpointer.async_save(_state(1.0), step)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.events import Event, SnapshotNotReplicated, SnapshotReplicated, SnapshotStaged
-from ckpt.replication import process
+from ckpt.replication import replica_process
 from ckpt.saving.share import Share
 from tests.ckpt.saving.snapshot_jobs import fresh, is_state_of, train_step
 from tests.support import run_ranks
@@ -172,7 +172,7 @@ def test_a_replica_process_is_killed_and_what_it_held_is_restored(tmp_path: Path
 
 
 def _stopped(rank: int, world_size: int, root: Path) -> tuple[int | None, bool]:
-    process._ANSWER_S = 0.5
+    replica_process._ANSWER_S = 0.5
     with _made(root, rank) as checkpointer:
         state = fresh()
         checkpointer.restore(state)
