@@ -14,9 +14,11 @@ from typing import Any, Literal
 from ckpt.arguments import check_choice, check_flag, check_number, duration, whole_number
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.replication.limiter import MIN_BANDWIDTH
-from ckpt.storage.ocdbt import DATABASE_CHUNKS
 
-__all__ = ["Snapshots", "Staging"]
+__all__ = ["DATABASE_CHUNKS", "Snapshots", "Staging"]
+
+DATABASE_CHUNKS = 1_000_000
+"""A step with more chunks is a database of tensorstore only if it is asked for."""
 
 _GRID = GridOptions()
 

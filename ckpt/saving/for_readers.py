@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.options import DATABASE_CHUNKS
 from ckpt.storage.documents import decode_document, digest, well_formed
 from ckpt.storage.names import INDEX, MANIFEST, NODES, REFERENCES
-from ckpt.storage.ocdbt import DATABASE_CHUNKS, MAX_TEXT_BYTES, database
+from ckpt.storage.ocdbt import MAX_TEXT_BYTES, database
 from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.references import references
 from ckpt.storage.regions import Numbers

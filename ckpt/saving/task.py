@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.native import CHECKSUM_BYTES
+from ckpt.options import DATABASE_CHUNKS
 from ckpt.paths import Path
 from ckpt.ranks.failure import Failure
 from ckpt.saving.lineage import Lineage
@@ -26,7 +27,6 @@ from ckpt.saving.recover import Branch
 from ckpt.saving.replicas import Digests
 from ckpt.saving.retention import Retention
 from ckpt.storage.names import SaveId
-from ckpt.storage.ocdbt import DATABASE_CHUNKS
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.pack_writers import ChunkToCompress

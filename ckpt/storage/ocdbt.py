@@ -27,7 +27,8 @@ from ckpt.storage.names import NODES
 from ckpt.storage.zstd_frames import compressed
 
 __all__ = [
-    "DATABASE_CHUNKS",
+    "FRAME_HEAD_BYTES",
+    "FRAME_TAIL_BYTES",
     "MAX_TEXT_BYTES",
     "Bytes",
     "Entries",
@@ -36,16 +37,18 @@ __all__ = [
     "database",
     "ends_of",
     "front_coded",
+    "head_of",
 ]
-
-DATABASE_CHUNKS = 1_000_000
-"""A step with more chunks has a database only if it is asked for."""
 
 MAX_TEXT_BYTES = 1 << 20
 """tensorstore refuses a larger value in a node."""
 
+FRAME_HEAD_BYTES, FRAME_TAIL_BYTES = 14, 4
+"""The bytes of a node before and behind its content."""
+
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Compress = Callable[[bytes], bytes | None]
 
 _NODE_BYTES = 256 << 10  # a reader gets the root, and a leaf for each array that it opens
 _ENTRY_BYTES = 16  # of an entry in a node, about, without its key and its text
@@ -100,12 +103,16 @@ class _Child:
     value_bytes: int
 
 
-def database(entries: Entries, node_bytes: int = _NODE_BYTES) -> tuple[bytes, bytes]:
-    """Return the manifest and the nodes, of about `node_bytes` each, of a database."""
+def database(entries: Entries, node_bytes: int = _NODE_BYTES, compress: Compress = compressed) -> tuple[bytes, bytes]:
+    """Return the manifest and the nodes, of about `node_bytes` each, of a database.
+
+    If there are many, `compress` is called with the content of each, in order. `validate` makes a database again: what
+    this function makes of an index must not change.
+    """
     nodes, written = list[bytes](), 0
     children, height = list[_Child](), 0
     leaves = _Leaves(entries)
-    cuts, compression = leaves.cuts(node_bytes), _ZSTD if leaves.nbytes >= _COMPRESSED_BYTES else _UNCOMPRESSED
+    cuts, compression = leaves.cuts(node_bytes), compress if leaves.nbytes >= _COMPRESSED_BYTES else None
     for first, end in itertools.pairwise(cuts):
         key, common = leaves.prefix(first, end, is_root=len(cuts) == 2)
         node = _frame(_NODE_MAGIC, leaves.body(first, end, key[common:], common), compression)
@@ -238,16 +245,19 @@ def _manifest(root: _Child, height: int, nodes: bytes) -> bytes:
     )
 
 
-def _frame(magic: int, body: bytes, compression: int = _UNCOMPRESSED) -> bytes:
+def _frame(magic: int, body: bytes, compress: Compress | None = None) -> bytes:
     """Return the content of a manifest or a node with its head and its checksum."""
-    if compression == _ZSTD:
-        frame = compressed(body)
-        body, compression = (body, _UNCOMPRESSED) if frame is None else (frame, compression)
-    head = struct.pack(">I", magic)
-    how = _varints([_VERSION, compression])
-    size = len(head) + 8 + len(how) + len(body) + 4
-    data = b"".join([head, struct.pack("<Q", size), how, body])
+    frame = None if compress is None else compress(body)
+    content, how = (body, _UNCOMPRESSED) if frame is None else (frame, _ZSTD)
+    head = struct.pack(">I", magic), struct.pack("<Q", FRAME_HEAD_BYTES + len(content) + FRAME_TAIL_BYTES)
+    data = b"".join([*head, bytes([_VERSION, how]), content])
     return data + struct.pack("<I", crc32c(data))
+
+
+def head_of(nodes: bytes, at: int) -> tuple[int, bool]:
+    """Return the size of the node that begins at a byte, and whether it is compressed. It need not be one."""
+    head = nodes[at : at + FRAME_HEAD_BYTES].ljust(FRAME_HEAD_BYTES, b"\0")
+    return int.from_bytes(head[4:12], "little"), head[-1] == _ZSTD
 
 
 def _own_file() -> bytes:

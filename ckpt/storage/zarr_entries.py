@@ -1,4 +1,4 @@
-"""All keys of the Zarr hierarchy of a step, each with its metadata or the place of its chunk, as columns. Free of torch.
+"""All keys of the Zarr hierarchy of a step, with their metadata or the places of their chunks. Free of torch.
 
 The columns are gathered by numpy from those of the regions, and from the keys of a chunk grid, which all arrays with
 this grid have in common: there is a loop over arrays, and none over chunks.
@@ -87,7 +87,6 @@ class _Grid:
     copies: Numbers
 
 
-@functools.lru_cache(maxsize=64)
 def _grid(shape: tuple[int, ...], trailing: int) -> _Grid:
     copies = np.zeros((1,) * len(shape), np.int64)
     columns = [np.full((*copies.shape, 1), ord("c"), np.uint8)]
@@ -128,8 +127,9 @@ class _Blocks:
         prefixes = sorted(members)
         arrays = [members[prefix] for prefix in prefixes]
         alone = _Grid(Front(*(np.zeros(size, np.int64) for size in (1, 1)), np.zeros(0, np.uint8)), np.array([-1]))
+        grid_of = functools.cache(_grid)
         of_block, grids = _numbered(
-            [alone if a is None else _grid(a.meta.grid_shape, len(a.meta.stored.trailing)) for a in arrays]
+            [alone if a is None else grid_of(a.meta.grid_shape, len(a.meta.stored.trailing)) for a in arrays]
         )
         counts = np.array([len(grid.copies) for grid in grids])[of_block]
         starts = ends_of(counts)
@@ -186,7 +186,11 @@ class _Places:
             for name in ("ranks", "files", "starts")
         )
         starts = starts + blocks.of_chunks([0 if a is None else a.offset for a in blocks.arrays])
-        of_block, sizes = _numbered([_sizes_of(None if array is None else array.meta) for array in blocks.arrays])
+        sizes_of, none = functools.cache(_chunk_sizes), np.zeros(0, np.int64)  # layers have tensors of equal shapes
+        metas = [None if array is None or array.region is None else array.meta for array in blocks.arrays]
+        of_block, sizes = _numbered(
+            [none if m is None else sizes_of(m.shape, m.chunk_shape, m.inner_chunk_shape, m.dtype) for m in metas]
+        )
         first_size = ends_of([len(each) for each in sizes])
         nbytes = np.concatenate(sizes)[blocks.of_chunks(first_size[of_block]) + copies]
         return cls(ranks, files, starts, nbytes)
@@ -211,13 +215,6 @@ class _Places:
         return _Places(self.ranks, files, starts, nbytes)
 
 
-def _sizes_of(meta: ArrayMeta | None) -> Numbers:
-    if meta is None or 0 in meta.shape:
-        return np.zeros(0, np.int64)
-    return _chunk_sizes(meta.shape, meta.chunk_shape, meta.inner_chunk_shape, meta.dtype)
-
-
-@functools.lru_cache(maxsize=1 << 10)  # all layers of a model have tensors of the same shapes
 def _chunk_sizes(shape: tuple[int, ...], chunk: tuple[int, ...], inner: tuple[int, ...] | None, dtype: str) -> Numbers:
     return chunk_sizes(ArrayMeta(shape, dtype, chunk, inner))
 

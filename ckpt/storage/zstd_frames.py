@@ -1,7 +1,7 @@
 """Decompress chunks with tensorstore, which has compressed them too: what an install writes it can read.
 
-A frame to decompress is checked first: it is the only one, says how many bytes it holds, and ends where the data end. So no more
-memory is needed than for the elements, whatever the bytes are. Any thread.
+What is to be decompressed is checked first: it is one frame, says how many bytes it holds, and ends where the data end.
+So no more memory is needed than for the elements, whatever the bytes are. Any thread.
 """
 
 from __future__ import annotations
