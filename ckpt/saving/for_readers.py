@@ -22,6 +22,7 @@ from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.references import references
 from ckpt.storage.regions import Numbers
 from ckpt.storage.zarr_entries import Hierarchy, chunk_count
+from ckpt.storage.zarr_names import array_names, array_texts
 
 __all__ = ["ABSENT", "IN_PART", "DatabaseOfParts", "PlanFiles", "database_files", "files_of_plan"]
 
@@ -48,19 +49,19 @@ def files_of_plan(index: bytes, world_size: int, most_chunks: int, *, scattered:
     one of them, unless chunks are compressed.
     """
     packs = PackIndex.from_document(decode_document(index, INDEX), world_size)
-    hierarchy = Hierarchy.of(packs)
-    files = {REFERENCES: references(packs, hierarchy.texts)}
+    texts = array_texts(array_names(packs))
+    files = {REFERENCES: references(packs, texts)}
     if scattered:
         return PlanFiles(files, "pack files are on the disks of nodes: a copy in a mirror can have it")
-    reason = _reason_against(hierarchy, most_chunks)
+    reason = _reason_against(packs, texts, most_chunks)
     if reason is None and not packs.compressed:
-        return PlanFiles(files | database_files(hierarchy), True)
+        return PlanFiles(files | database_files(Hierarchy.of(packs, texts)), True)
     return PlanFiles(files, reason)
 
 
-def _reason_against(hierarchy: Hierarchy, most_chunks: int) -> str | None:
+def _reason_against(packs: PackIndex, texts: Mapping[str, bytes], most_chunks: int) -> str | None:
     """Return why a step is to have no database."""
-    chunks, longest = chunk_count(hierarchy.index), max(map(len, hierarchy.texts.values()), default=0)
+    chunks, longest = chunk_count(packs), max(map(len, texts.values()), default=0)
     if chunks > most_chunks:
         return f"{chunks} chunks are more than {most_chunks}: inspect_ckpt index makes it"
     if longest > MAX_TEXT_BYTES:
@@ -101,8 +102,8 @@ class DatabaseOfParts:
         if self._in_part:
             return {name: digest(self._read(name)) for name in (MANIFEST, NODES)}
         hierarchy = _hierarchy(self._index, self._world_size)
-        if (reason := _reason_against(hierarchy, DATABASE_CHUNKS)) is not None:
-            return {ABSENT: reason}
+        if isinstance(hierarchy, str):
+            return {ABSENT: hierarchy}
         with well_formed(f"{path}/parts"):
             self.made = database_files(hierarchy, np.array(self._rows, np.int64).reshape(-1, 5))
         return {name: digest(data) for name, data in self.made.items()}
@@ -110,5 +111,8 @@ class DatabaseOfParts:
 
 # The places of compressed chunks differ from save to save, and nothing else does.
 @functools.lru_cache(maxsize=1)
-def _hierarchy(index: bytes, world_size: int) -> Hierarchy:
-    return Hierarchy.of(PackIndex.from_document(decode_document(index, INDEX), world_size))
+def _hierarchy(index: bytes, world_size: int) -> Hierarchy | str:
+    """Return the hierarchy of a step, or why it is to have no database."""
+    packs = PackIndex.from_document(decode_document(index, INDEX), world_size)
+    texts = array_texts(array_names(packs))
+    return _reason_against(packs, texts, DATABASE_CHUNKS) or Hierarchy.of(packs, texts)

@@ -36,18 +36,17 @@ def chunk_count(index: PackIndex) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Hierarchy:
-    """The keys of a step, and `texts`, the metadata of its arrays by name."""
+    """The keys of a step, and the texts that are its metadata."""
 
     index: PackIndex
-    texts: Mapping[str, bytes]
     _blocks: _Blocks
     _metadata: list[bytes]
 
     @classmethod
-    def of(cls, index: PackIndex) -> Hierarchy:
-        """Return the hierarchy of all arrays of an index."""
+    def of(cls, index: PackIndex, texts: Mapping[str, bytes] | None = None) -> Hierarchy:
+        """Return the hierarchy of an index; `texts` are what `array_texts` returns, if that was made before."""
         arrays = array_names(index)
-        texts = array_texts(arrays)
+        texts = array_texts(arrays) if texts is None else texts
         groups = {_METADATA: group_document()}
         groups |= {f"{name}/{_METADATA}": document for name, document in group_documents(arrays).items()}
         blocks = _Blocks.of({f"{name}/": array for name, array in arrays.items()} | dict.fromkeys(groups))
@@ -55,7 +54,7 @@ class Hierarchy:
             canonical_json(groups[prefix]) if array is None else texts[prefix[:-1]]
             for prefix, array in zip(blocks.prefixes, blocks.arrays, strict=True)
         ]
-        return cls(index, texts, blocks, metadata)
+        return cls(index, blocks, metadata)
 
     def entries(self, compressed: Numbers | None = None) -> Entries:
         """Return all keys and values, sorted.

@@ -94,8 +94,13 @@ def _check_database(files: StepFiles, source: StepSource, problems: list[Problem
     damaged = {problem.file for problem in problems}
     if not {MANIFEST, NODES} <= files.documents - damaged or len(files.parts) < files.index.world_size:
         return
-    with contextlib.suppress(CheckpointCorruptError, *ILL_FORMED):  # places of compressed chunks: reported already
-        wrong = database_problem(files.index, read_document(source, MANIFEST), read_document(source, NODES))
+    try:
+        manifest, nodes = read_document(source, MANIFEST), read_document(source, NODES)
+    except CheckpointCorruptError as error:
+        problems.append(Problem(str(error), rank=0))
+        return
+    with contextlib.suppress(CheckpointCorruptError, *ILL_FORMED):  # of compressed chunks that no part has: reported
+        wrong = database_problem(files.index, manifest, nodes)
         if wrong is not None:
             problems.append(Problem(wrong[1], wrong[0], rank=0))
 

@@ -30,18 +30,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckpt.loading.consistency import read_index
+from ckpt.options import DATABASE_CHUNKS
 from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.ranks.collectives import Ranks
+from ckpt.saving.for_readers import IN_PART, files_of_plan
 from ckpt.saving.host_memory import HostLimit
 from ckpt.saving.plan_cache import PlanCache
 from ckpt.saving.publish import publish
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.documents import encode_document
-from ckpt.storage.names import INDEX, REFERENCES, SaveId, part_name
-from ckpt.storage.references import references
+from ckpt.storage.names import INDEX, SaveId, part_name
 from ckpt.storage.root import CheckpointRoot
 from tools.bench.agreement import STATES, measure_agreement
 from tools.bench.harness import (
@@ -212,11 +213,15 @@ def simulate_save(root: Path, plan: SavePlan) -> PendingSave:
     for (rank, number), nbytes in plan.index.files().items():
         files.setdefault(rank, []).append([number, nbytes, (rank * 2654435761 + number) % 2**32])
     Path(pending.path, INDEX).write_bytes(plan.index_bytes)
-    Path(pending.path, REFERENCES).write_bytes(references(plan.index))
+    for_readers = files_of_plan(plan.index_bytes, plan.world_size, DATABASE_CHUNKS)
+    for name, data in for_readers.files.items():
+        Path(pending.path, name).write_bytes(data)
     for rank in range(plan.world_size):
         part: dict[str, Any] = {"save": pending.save.name, "rank": rank, "plan": plan.digest}
         part |= {"world_size": plan.world_size, "files": sorted(files.get(rank, []))}
         part |= {"values": [], "aliases": [], "containers": [], "times": {}}
+        if rank == 0 and for_readers.in_part is not None:
+            part[IN_PART] = for_readers.in_part
         path = Path(pending.path, part_name(rank))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode_document(part))
