@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+import tensorstore as ts
+
 
 class Refusal(MetaPathFinder):
     """Lets nothing of this package be imported."""
@@ -20,12 +23,6 @@ class Refusal(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname.partition(".")[0] in ("ckpt", "inprocess", "torch", "zarr"):
             raise ImportError(f"{fullname} is not there")
-
-
-sys.meta_path.insert(0, Refusal())
-
-import numpy as np  # noqa: E402
-import tensorstore as ts  # noqa: E402
 
 
 def read(base: Any) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
@@ -54,4 +51,6 @@ def main(output: str, *bases: str) -> None:
 
 
 if __name__ == "__main__":
+    assert "ckpt" not in sys.modules
+    sys.meta_path.insert(0, Refusal())
     main(*sys.argv[1:])
