@@ -77,7 +77,7 @@ class Front:
 class Entries:
     """The entries of a database, at least one, as columns that are sorted by key.
 
-    A value is in the file number `file` of `files`, which are sorted. If that is -1, it is the next one of `texts`,
+    A value is in the file number `file` of `files`. If that is -1, it is the next one of `texts`,
     and has no `offset`. `key_of` returns the key of an entry.
     """
 
@@ -125,12 +125,12 @@ def database(entries: Entries, node_bytes: int = _NODE_BYTES, compress: Compress
         parents = list[_Child]()
         groups = _groups(children, node_bytes)
         for group in groups:
-            first, last = group[0], group[-1]
-            common = 0 if len(groups) == 1 else min(common_length(first.key, last.key), last.common)
+            key, last = group[0].key, group[-1]
+            common = 0 if len(groups) == 1 else min(common_length(key, last.key), last.common)
             node = _frame(_NODE_MAGIC, _interior(height, group, common), compression)
             keys, tree_bytes = sum(child.keys for child in group), sum(child.tree_bytes for child in group)
             value_bytes = sum(child.value_bytes for child in group)
-            parents.append(_Child(first.key, common, written, len(node), keys, tree_bytes + len(node), value_bytes))
+            parents.append(_Child(key, common, written, len(node), keys, tree_bytes + len(node), value_bytes))
             nodes.append(node)
             written += len(node)
         children = parents

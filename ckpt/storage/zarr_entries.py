@@ -68,11 +68,11 @@ class Hierarchy:
             places = places.with_compressed(self.index, blocks, _NO_ROWS if compressed is None else compressed)
         codes, file = np.unique(places.ranks * _MAX_FILES + places.files, return_inverse=True)
         is_chunk = blocks.copies >= 0
-        columns = np.full((3, len(is_chunk)), -1, np.int64)
-        columns[:, is_chunk] = file, places.starts, places.nbytes
-        columns[2, ~is_chunk] = [len(text) for text in self._metadata]
+        number, offset, nbytes = np.full((3, len(is_chunk)), -1, np.int64)
+        number[is_chunk], offset[is_chunk], nbytes[is_chunk] = file, places.starts, places.nbytes
+        nbytes[~is_chunk] = [len(text) for text in self._metadata]
         files = [pack_file(*divmod(code, _MAX_FILES)) for code in codes.tolist()]
-        return Entries(blocks.keys, files, *columns, self._metadata, blocks.key_of)
+        return Entries(blocks.keys, files, number, offset, nbytes, self._metadata, blocks.key_of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +125,7 @@ class _Blocks:
         """Sort the members by their prefixes, of which none begins with another; None is a group."""
         prefixes = sorted(members)
         arrays = [members[prefix] for prefix in prefixes]
-        alone = _Grid(Front(*(np.zeros(size, np.int64) for size in (1, 1)), np.zeros(0, np.uint8)), np.array([-1]))
+        alone = _Grid(Front(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(0, np.uint8)), np.array([-1]))
         grid_of = functools.cache(_grid)
         of_block, grids = _numbered(
             [alone if a is None else grid_of(a.meta.grid_shape, len(a.meta.stored.trailing)) for a in arrays]
@@ -158,7 +158,7 @@ class _Blocks:
             key += _METADATA
         return key.encode()
 
-    def of_chunks(self, values: Sequence[int]) -> Numbers:
+    def of_chunks(self, values: Sequence[int] | Numbers) -> Numbers:
         """Return the value of a block for each of its chunks."""
         chunks = np.diff(self.starts) - 1  # the last entry of each is metadata
         return np.repeat(np.asarray(values, np.int64), chunks)
@@ -232,4 +232,5 @@ def _gathered(data: Bytes, first: Numbers, lengths: Numbers, heads: Sequence[byt
     first = np.insert(first, at, len(data) + ends_of(head_lengths)[:-1])
     lengths = np.insert(lengths, at, head_lengths)
     ends = ends_of(lengths)
-    return source[np.arange(ends[-1]) + np.repeat(first - ends[:-1], lengths)]
+    gathered: Bytes = source[np.arange(ends[-1]) + np.repeat(first - ends[:-1], lengths)]
+    return gathered

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ckpt
 from ckpt.saving.for_readers import database_files
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.documents import canonical_json
@@ -24,11 +26,14 @@ from ckpt.storage.ocdbt import database
 from ckpt.storage.pack_index import PackIndex, Region, StoredArray
 from ckpt.storage.zarr_entries import Hierarchy
 from ckpt.storage.zarr_names import array_document, array_names, array_texts
+from ckpt.validation import validate
 from tests.ckpt.interop import read_database, states
 from tests.ckpt.interop.by_hand import WORLD_SIZE, Layouts, layouts, write_step
 from tests.ckpt.interop.conftest import Saved
+from tests.support import run_ranks
 from tests.support.calls import count_calls
 from tests.support.selection import FULL
+from tools.inspect_ckpt.__main__ import main
 
 Found = dict[str, tuple[dict[str, Any], bytes]]
 """The metadata and the bytes of each array, by its name."""
@@ -104,6 +109,66 @@ def test_layouts_of_many_ranks_in_trees_of_every_height(tmp_path: Path, node_byt
     }
 
 
+def _values(step: Path, name: str) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = ts.open(f"file://{step}/|ocdbt:{name}|zarr3:").result().read().result()
+    return found
+
+
+def test_a_converted_step(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(12.0)}, tmp_path / "model.pt")
+    assert main(["convert", str(tmp_path / "model.pt"), str(tmp_path / "root")]) == 0
+    (step,) = (tmp_path / "root").glob("step_*")
+    assert np.array_equal(_values(step, "w"), np.arange(12.0))
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_step_over_the_limit(tmp_path: Path, compression: str | None) -> None:
+    """It says why it has no database, and has one after `inspect_ckpt index`, which disturbs no reader."""
+    state = {"a": torch.arange(7.0), "b": torch.arange(3), "n": 1}
+    staging = ckpt.Staging(database_chunks=1, compression=compression)
+    with ckpt.Checkpointer(tmp_path, staging=staging) as checkpointer:
+        checkpointer.save(state, 1)
+    step = tmp_path / "step_00000001"
+    summary = json.loads((step / "zarr.json").read_bytes())["attributes"]["ckpt"]
+    assert summary["without_ocdbt"] == "2 chunks are more than 1: inspect_ckpt index makes it"
+    assert not {MANIFEST, NODES} & {path.name for path in step.iterdir()}
+    assert validate(str(step)).whole
+    with ckpt.open(step) as checkpoint:
+        assert main(["index", str(step)]) == 0
+        assert np.array_equal(checkpoint["b"][:], np.arange(3))
+    assert np.array_equal(_values(step, "a"), np.arange(7.0))
+    assert validate(str(step)).whole
+    assert main(["index", str(tmp_path)]) == 0
+    assert ckpt.load(tmp_path)["n"] == 1
+
+
+def save_on_nodes(rank: int, world_size: int, folder: Path) -> None:
+    own = {"own": ckpt.PerRank(torch.full((3000,), rank))}
+    for name, state in (("nodes", own), ("common", {})):
+        mirror = ckpt.Mirror(folder / name / "mirror", close_timeout=timedelta(seconds=40))
+        disk = folder / name / f"disk{rank}"
+        with ckpt.Checkpointer(folder / name / "root", node_local=disk, mirror=mirror) as checkpointer:
+            checkpointer.save({"common": torch.arange(5), **state}, 1)
+
+
+@pytest.mark.timeout(120)
+def test_files_on_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A database needs one base: all files in the root, or a copy in a mirror, which can be indexed."""
+    run_ranks(save_on_nodes, 2, tmp_path)
+    for place in ("root", "mirror"):
+        assert np.array_equal(_values(tmp_path / "common" / place / "step_00000001", "common"), np.arange(5))
+    root, copy = (tmp_path / "nodes" / place / "step_00000001" for place in ("root", "mirror"))
+    for step in (root, copy):
+        summary = json.loads((step / "zarr.json").read_bytes())["attributes"]["ckpt"]
+        assert summary["without_ocdbt"].startswith("pack files are on the disks of nodes")
+    assert main(["index", str(root)]) == 2
+    assert "index a copy of the step in a mirror" in capsys.readouterr().err
+    assert main(["index", str(copy)]) == 0
+    assert validate(str(copy)).whole
+    for rank in range(2):
+        assert (_values(copy, f"own/__rank_{rank:05d}") == rank).all()
+
+
 def many(count: int) -> PackIndex:
     """Return the index of a step with a file that has arrays with two chunks of two bytes."""
     meta = ArrayMeta((3,), "uint8", (2,))
@@ -171,7 +236,7 @@ def _made(draw: st.DrawFn) -> Layouts:
 
 
 @given(_made(), st.sampled_from([100, 1 << 18]))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_all_names_and_shapes(tmp_path_factory: pytest.TempPathFactory, made: Layouts, node_bytes: int) -> None:
     step = tmp_path_factory.mktemp("named")
     write_step(step, made.index, made.contents, 4)
