@@ -107,8 +107,10 @@ def database(entries: Entries, node_bytes: int = _NODE_BYTES, compress: Compress
     """Return the manifest and the nodes, of about `node_bytes` each, of a database.
 
     If there are many, `compress` is called with the content of each, in order. `validate` makes a database again: what
-    this function makes of an index must not change.
+    this function makes of an index must not change. ValueError for a text of more than `MAX_TEXT_BYTES`.
     """
+    if max(map(len, entries.texts), default=0) > MAX_TEXT_BYTES:
+        raise ValueError(f"the metadata of an array have more than {MAX_TEXT_BYTES} bytes, which tensorstore refuses")
     nodes, written = list[bytes](), 0
     children, height = list[_Child](), 0
     leaves = _Leaves(entries)

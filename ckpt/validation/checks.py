@@ -90,9 +90,13 @@ def validate(step: str | StepSource, *, quick: bool = False, jobs: int = 8, prog
 
 
 def _check_database(files: StepFiles, source: StepSource, problems: list[Problem]) -> None:
-    """Compare the database with the index, if there is one, and no problem of it or of the parts is known."""
-    damaged = {problem.file for problem in problems}
-    if not {MANIFEST, NODES} <= files.documents - damaged or len(files.parts) < files.index.world_size:
+    """Compare the database with the index, if there is one, and no problem of it or of the parts is known.
+
+    Nor a fatal one: the memory for this is in proportion to the number of chunks, so all of them have to be there.
+    """
+    sound = files.documents - {problem.file for problem in problems}
+    known = len(files.parts) == files.index.world_size and not any(problem.fatal for problem in problems)
+    if not known or not {MANIFEST, NODES} <= sound:
         return
     try:
         manifest, nodes = read_document(source, MANIFEST), read_document(source, NODES)

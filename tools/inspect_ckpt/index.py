@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 
+from ckpt.errors import CheckpointCorruptError
 from ckpt.saving.for_readers import database_files
 from ckpt.storage.documents import well_formed
 from ckpt.storage.names import MANIFEST, NODES, pack_file
 from ckpt.storage.step_source import LocalStep
 from ckpt.storage.store_step import StoreStep
 from ckpt.storage.zarr_entries import Hierarchy
+from ckpt.validation import validate
 from ckpt.validation.database import compressed_places
 
 from .output import CannotReadError, Exit, Output, size
 from .step import open_step
+from .validate import problem_line
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -36,6 +39,9 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
                 f"{step.path} has no {missing[0]}: a database needs all pack files below one place. If they are on the "
                 "disks of nodes, index a copy of the step in a mirror"
             )
+        fatal = [problem for problem in validate(source, quick=True).problems if problem.fatal]
+        if fatal:
+            raise CheckpointCorruptError(f"{step.path} is damaged: {problem_line(fatal[0])}; nothing was written")
         with well_formed(f"{step.path}/parts"):
             files = database_files(Hierarchy.of(index.packs), compressed_places(index))
         # Not the root: readers take a step with another root for another step. The manifest last: it needs the nodes.

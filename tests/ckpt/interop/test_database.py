@@ -201,6 +201,25 @@ def test_many_arrays(tmp_path: Path) -> None:
         )
 
 
+def test_nodes_that_cannot_be_compressed(tmp_path: Path) -> None:
+    manifest, nodes = database(Hierarchy.of(many(3000)).entries(), compress=lambda body: None)
+    (tmp_path / MANIFEST).write_bytes(manifest)
+    (tmp_path / NODES).write_bytes(nodes)
+    store = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:").result()
+    assert len(store.list().result()) == 3 * 3000 + 3000 + 2
+
+
+def test_metadata_that_tensorstore_refuses(tmp_path: Path) -> None:
+    """A name of a megabyte: there is no database, and a save succeeds."""
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a" * (1 << 20): torch.ones(3)}, 1)
+    step = tmp_path / "step_00000001"
+    summary = json.loads((step / "zarr.json").read_bytes())["attributes"]["ckpt"]
+    assert summary["without_ocdbt"].startswith("the metadata of an array has 10")
+    assert main(["index", str(step)]) == 1
+    assert validate(str(step)).whole
+
+
 def test_a_million_chunks_take_no_loop() -> None:
     ranks = np.arange(1 << 20)
     region = Region(ranks % 4096, np.zeros_like(ranks), ranks // 4096 * 48)
