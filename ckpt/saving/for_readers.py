@@ -7,6 +7,7 @@ made at the commit. Nothing of a restore reads them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import CheckpointCorruptError
 from ckpt.options import DATABASE_CHUNKS
 from ckpt.storage.documents import decode_document, digest, well_formed
 from ckpt.storage.names import INDEX, MANIFEST, NODES, REFERENCES
@@ -30,15 +32,18 @@ ABSENT = "without_ocdbt"
 """The member of the summary that says why there is no database."""
 
 IN_PART = "ocdbt"
-"""The member of the coordinator's part: True if it has written the database, or the reason why there is to be none."""
+"""The member of the coordinator's part: whether it has written the database, or the reason why there is to be none.
+
+False: it is to be made at the commit. Parts of earlier versions have no such member.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFiles:
-    """What all saves of a plan have in common: the files by name, and what `IN_PART` says, if anything."""
+    """What all saves of a plan have in common: the files by name, and what `IN_PART` says."""
 
     files: Mapping[str, bytes]
-    in_part: bool | str | None
+    in_part: bool | str
 
 
 @functools.lru_cache(maxsize=2)
@@ -56,7 +61,7 @@ def files_of_plan(index: bytes, world_size: int, most_chunks: int, *, scattered:
     reason = _reason_against(packs, texts, most_chunks)
     if reason is None and not packs.compressed:
         return PlanFiles(files | database_files(Hierarchy.of(packs, texts)), True)
-    return PlanFiles(files, reason)
+    return PlanFiles(files, reason or False)
 
 
 def _reason_against(packs: PackIndex, texts: Mapping[str, bytes], most_chunks: int) -> str | None:
@@ -86,33 +91,37 @@ class DatabaseOfParts:
         self._index = index
         self._world_size = world_size
         self._read = read
-        self._in_part: bool | str | None = None
-        self._rows = list[list[int]]()
+        self._in_part: Any = None
+        self._rows = list[Numbers]()
 
     def take(self, rank: int, part: Mapping[str, Any]) -> None:
-        """Take in a part. One of `ILL_FORMED` if it is invalid."""
+        """Take in a part, in the order of ranks. One of `ILL_FORMED` if it is invalid."""
         if rank == 0:
             self._in_part = part.get(IN_PART)
-        self._rows += part.get("chunks", [])
+        if not self._in_part:
+            self._rows.append(np.array(part.get("chunks", []), np.int64).reshape(-1, 5))
 
     def summary(self, path: str) -> dict[str, Any]:
         """Return what the summary says of it. CheckpointCorruptError if the parts of the save at `path` are damaged."""
         if isinstance(self._in_part, str):
             return {ABSENT: self._in_part}
         if self._in_part:
-            return {name: digest(self._read(name)) for name in (MANIFEST, NODES)}
-        hierarchy = _hierarchy(self._index, self._world_size)
+            with contextlib.suppress(CheckpointCorruptError):  # a file is missing: both are made again
+                return {name: digest(self._read(name)) for name in (MANIFEST, NODES)}
+        most_chunks = DATABASE_CHUNKS if self._in_part is None else None
+        hierarchy = _hierarchy(self._index, self._world_size, most_chunks)
         if isinstance(hierarchy, str):
             return {ABSENT: hierarchy}
         with well_formed(f"{path}/parts"):
-            self.made = database_files(hierarchy, np.array(self._rows, np.int64).reshape(-1, 5))
+            self.made = database_files(hierarchy, np.concatenate(self._rows) if self._rows else None)
         return {name: digest(data) for name, data in self.made.items()}
 
 
 # The places of compressed chunks differ from save to save, and nothing else does.
 @functools.lru_cache(maxsize=1)
-def _hierarchy(index: bytes, world_size: int) -> Hierarchy | str:
-    """Return the hierarchy of a step, or why it is to have no database."""
+def _hierarchy(index: bytes, world_size: int, most_chunks: int | None) -> Hierarchy | str:
+    """Return the hierarchy of a step, or why it is to have no database, if that is not known already."""
     packs = PackIndex.from_document(decode_document(index, INDEX), world_size)
     texts = array_texts(array_names(packs))
-    return _reason_against(packs, texts, DATABASE_CHUNKS) or Hierarchy.of(packs, texts)
+    reason = None if most_chunks is None else _reason_against(packs, texts, most_chunks)
+    return reason or Hierarchy.of(packs, texts)

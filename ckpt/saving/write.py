@@ -297,7 +297,7 @@ class ShareWriter:
         plan, task = self.plan, self.task
         replicas = {} if task.replicas is None else {"replicas": task.replicas.document(task.region.buffer)}
         chunks = [[array, copy, file.number, *place] for file in written for array, copy, *place in file.chunks]
-        in_part = self._for_readers().in_part if plan.index else None
+        database = {IN_PART: self._for_readers().in_part} if plan.index else {}
         return {
             "save": task.save.name,
             "rank": task.rank,
@@ -309,7 +309,7 @@ class ShareWriter:
             "containers": [[list(path), rank, each.to_document()] for path, rank, each in plan.containers],
             "times": {**task.times, **times},
             **({"chunks": chunks} if chunks else {}),
-            **({} if in_part is None else {IN_PART: in_part}),
+            **database,
             **replicas,
         }
 

@@ -234,7 +234,7 @@ def simulate_save(root: Path, plan: SavePlan) -> PendingSave:
         part: dict[str, Any] = {"save": pending.save.name, "rank": rank, "plan": plan.digest}
         part |= {"world_size": plan.world_size, "files": sorted(files.get(rank, []))}
         part |= {"values": [], "aliases": [], "containers": [], "times": {}}
-        if rank == 0 and for_readers.in_part is not None:
+        if rank == 0:
             part[IN_PART] = for_readers.in_part
         path = Path(pending.path, part_name(rank))
         path.parent.mkdir(parents=True, exist_ok=True)

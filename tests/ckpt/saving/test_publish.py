@@ -14,8 +14,9 @@ from ckpt.errors import CheckpointCorruptError
 from ckpt.saving.publish import publish
 from ckpt.storage.commit import Abandoned, PendingSave
 from ckpt.storage.documents import decode_document, encode_document
-from ckpt.storage.names import SaveId, parse_save_name
+from ckpt.storage.names import MANIFEST, NODES, SaveId, parse_save_name
 from ckpt.storage.root import CheckpointRoot
+from ckpt.validation import validate
 from tests.ckpt.storage.small_saves import opened, save, state_of
 
 PART = "parts/000/rank_00000.json"
@@ -59,6 +60,38 @@ def flipped(name: str) -> Callable[[Path], None]:
         (directory / name).write_bytes(content)
 
     return make
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+@pytest.mark.parametrize("gone", [{MANIFEST}, {NODES}, {MANIFEST, NODES}])
+def test_a_database_that_is_missing_is_made(
+    pending: PendingSave, tmp_path: Path, gone: set[str], is_earlier: bool
+) -> None:
+    """No restore needs it. The first part of a save of an earlier version says nothing of one."""
+    if is_earlier:
+        resealed(PART, ocdbt=None)(Path(pending.path))
+    for name in gone:
+        (Path(pending.path) / name).unlink()
+    publish(pending, lambda: None)
+    step = tmp_path / "step_00000002"
+    assert {MANIFEST, NODES} <= {path.name for path in step.iterdir()}
+    assert validate(str(step)).whole
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_the_limit_is_that_of_the_save(
+    pending: PendingSave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+) -> None:
+    """The first part says that a database is to be made at the commit; one of an earlier version says nothing."""
+    monkeypatch.setattr("ckpt.saving.for_readers.DATABASE_CHUNKS", 0)
+    resealed(PART, ocdbt=False if is_allowed else None)(Path(pending.path))
+    for name in (MANIFEST, NODES):
+        (Path(pending.path) / name).unlink()
+    publish(pending, lambda: None)
+    step = tmp_path / "step_00000002"
+    assert (step / MANIFEST).exists() == (step / NODES).exists() == is_allowed
+    assert (b"without_ocdbt" in (step / "zarr.json").read_bytes()) != is_allowed
+    assert validate(str(step)).whole
 
 
 DAMAGE = {
