@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError
-from ckpt.options import DATABASE_CHUNKS
 from ckpt.storage.documents import decode_document, digest, well_formed
 from ckpt.storage.names import INDEX, MANIFEST, NODES, REFERENCES
 from ckpt.storage.ocdbt import MAX_TEXT_BYTES, database
@@ -103,15 +102,12 @@ class DatabaseOfParts:
 
     def summary(self, path: str) -> dict[str, Any]:
         """Return what the summary says of it. CheckpointCorruptError if the parts of the save at `path` are damaged."""
-        if isinstance(self._in_part, str):
-            return {ABSENT: self._in_part}
+        if self._in_part is None or isinstance(self._in_part, str):
+            return {ABSENT: self._in_part or "an earlier version began the save: inspect_ckpt index makes it"}
         if self._in_part:
             with contextlib.suppress(CheckpointCorruptError):  # a file is missing: both are made again
                 return {name: digest(self._read(name)) for name in (MANIFEST, NODES)}
-        most_chunks = DATABASE_CHUNKS if self._in_part is None else None
-        hierarchy = _hierarchy(self._index, self._world_size, most_chunks)
-        if isinstance(hierarchy, str):
-            return {ABSENT: hierarchy}
+        hierarchy = _hierarchy(self._index, self._world_size)
         with well_formed(f"{path}/parts"):
             self.made = database_files(hierarchy, np.concatenate(self._rows) if self._rows else None)
         return {name: digest(data) for name, data in self.made.items()}
@@ -119,9 +115,5 @@ class DatabaseOfParts:
 
 # The places of compressed chunks differ from save to save, and nothing else does.
 @functools.lru_cache(maxsize=1)
-def _hierarchy(index: bytes, world_size: int, most_chunks: int | None) -> Hierarchy | str:
-    """Return the hierarchy of a step, or why it is to have no database, if that is not known already."""
-    packs = PackIndex.from_document(decode_document(index, INDEX), world_size)
-    texts = array_texts(array_names(packs))
-    reason = None if most_chunks is None else _reason_against(packs, texts, most_chunks)
-    return reason or Hierarchy.of(packs, texts)
+def _hierarchy(index: bytes, world_size: int) -> Hierarchy:
+    return Hierarchy.of(PackIndex.from_document(decode_document(index, INDEX), world_size))
