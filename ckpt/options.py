@@ -15,7 +15,10 @@ from ckpt.arguments import check_choice, check_flag, check_number, duration, who
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.replication.limiter import MIN_BANDWIDTH
 
-__all__ = ["Snapshots", "Staging"]
+__all__ = ["DATABASE_CHUNKS", "Snapshots", "Staging"]
+
+DATABASE_CHUNKS = 1_000_000
+"""A step with more chunks is a database of tensorstore only if it is asked for."""
 
 _GRID = GridOptions()
 
@@ -104,6 +107,8 @@ class Staging:
         in a directory, without `compression` and `node_local`. `Checkpointer.restore` and inspect_ckpt keep a step
         that they read from being removed; another program that copies or maps the files of a step while it is removed
         can see bytes of a later one (see docs/guide.md)
+    database_chunks: a step of at most so many chunks is a database of tensorstore, too (see docs/format.md); of a
+        larger one, `inspect_ckpt index` makes it; 0: none is made
 
     TypeError or ValueError for an option of another type or out of range.
     """
@@ -116,6 +121,7 @@ class Staging:
     file_bytes: int = _GRID.file_bytes
     inner_bytes: int = _GRID.inner_bytes
     reuse_files: bool | None = None
+    database_chunks: int = DATABASE_CHUNKS
 
     def __post_init__(self) -> None:
         if self.slots is not None:
@@ -129,6 +135,7 @@ class Staging:
         whole_number("Staging: inner_bytes", self.inner_bytes, unit="bytes")
         if self.reuse_files is not None:
             check_flag("Staging: reuse_files", self.reuse_files)
+        whole_number("Staging: database_chunks", self.database_chunks, least=0, unit="chunks")
 
     @classmethod
     def of(cls, given: Any) -> Staging:

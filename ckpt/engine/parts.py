@@ -144,7 +144,11 @@ class Parts:
             snapshots is not None,
         )
         how_saved = SaveOptions(
-            staging.threads, timeout_s, Retention(settings.keep, reuses_files), node_local=node_path
+            staging.threads,
+            timeout_s,
+            Retention(settings.keep, reuses_files),
+            node_local=node_path,
+            database_chunks=staging.database_chunks,
         )
         keeper = Keeper()
         lingering = None if snapshots is None else _lingering(keeper, snapshots, root_at)

@@ -25,10 +25,10 @@ from ckpt.loading.consistency import read_index
 from ckpt.loading.index import CheckpointIndex, items, sizes
 from ckpt.native import crc32c
 from ckpt.storage.chunk_codec import READ_BYTES
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, well_formed
+from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, is_recorded, well_formed
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Pending, Root
-from ckpt.storage.names import INDEX, REFERENCES, pack_file, parse_save_name, part_name
+from ckpt.storage.names import INDEX, MANIFEST, NODES, REFERENCES, pack_file, parse_save_name, part_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.node_packs import NodeLocalStep
 from ckpt.storage.outcomes import Abandoned, Published
@@ -128,7 +128,8 @@ class StepCopy:
         if outcome is None:
             self._begin(superseded)
             summary = self._index.summary
-            first = [name for name in (INDEX, REFERENCES) if name.removesuffix(".json") in summary]
+            names = (INDEX, REFERENCES, MANIFEST, NODES)
+            first = [name for name in names if name.removesuffix(".json") in summary]
             self._pending.write_documents({name: self._document(name) for name in first})
             if self._here is not None:
                 self._copy_nodes(self._here)
@@ -250,7 +251,7 @@ class StepCopy:
         except DamagedFileError as damage:
             raise CheckpointCorruptError(f"{where} {damage}") from None
         expected = self._index.summary.get(name.removesuffix(".json"))
-        if isinstance(expected, dict) and expected != {"bytes": len(data), "crc32c": crc32c(data)}:
+        if isinstance(expected, dict) and not is_recorded(data, expected):
             raise CheckpointCorruptError(f"{where} is damaged: it is not the one that belongs to this step")
         self._throttle.take(len(data))
         return data

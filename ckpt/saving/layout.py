@@ -89,6 +89,7 @@ class _LayoutBuilder:
             tuple(plan.aliases.items()) if self._rank == 0 else (),
             tuple((*where, container) for where, container in plan.containers.items()) if self._rank == 0 else (),
             self._next,
+            any(array.region is not None and array.number not in plan.apart for array in plan.index.arrays),
         )
         return RankLayout(write_plan, Copies.of(self._copies), tuple(self._constants))
 

@@ -18,6 +18,7 @@ from ckpt.errors import CheckpointCorruptError, CheckpointExistsError
 from ckpt.native import crc32c
 from ckpt.paths import Path
 from ckpt.saving.digests import Warn, check_replicas
+from ckpt.saving.for_readers import DatabaseOfParts
 from ckpt.storage.array_metadata import root_document
 from ckpt.storage.documents import decode_document, encode_document, encode_root, well_formed
 from ckpt.storage.interface import Pending
@@ -64,8 +65,9 @@ def publish(
     documents = {name: pending.read_document(f"{name}.json") for name in ("index", "references")}
     # Closed here, not by the garbage collector: that may run while this thread holds the lock of `threading` that the
     # end of a thread needs, and waits for the threads of the pool.
+    database = DatabaseOfParts(documents["index"], intent["world_size"], pending.read_document)
     with contextlib.closing(_all_parts(pending, intent["world_size"], written or {})) as parts:
-        documents = merged(pending.path, intent, documents, parts, tick, warn)
+        documents = merged(pending.path, intent, documents, parts, tick, warn, database=database)
     tick()
     pending.write_documents(documents)
     tick()
@@ -87,8 +89,11 @@ def merged(
     warn: Warn = lambda names, mixed: None,
     *,
     packs: PackIndex | None = None,
+    database: DatabaseOfParts | None = None,
 ) -> dict[str, bytes]:
-    """Return the root and the state document of a step, by name, from its index and the parts of all ranks.
+    """Return the files of a step that its index and the parts of all ranks determine, by name.
+
+    These are the root, the state document, and the `database` where it is not there already.
 
     `path` says where it is, in messages, and `documents` are what the root vouches for, such as the index, which is
     `packs` if the caller has read it. Raises what `publish` raises for parts that do not make up a step.
@@ -119,6 +124,8 @@ def merged(
             for kind in state:
                 state[kind] += part[kind]
             replicas.append(part.get("replicas", {}))
+            if database is not None:
+                database.take(rank, part)
         summary["parts"].append(part_checksum)
         tick()
     for rank, number in expected:
@@ -127,7 +134,10 @@ def merged(
     check_replicas(replicas, lambda: (*index.paths, *(tuple(name) for name, _, _ in state["values"])), warn)
     state_bytes = encode_document(state)
     summary["state"] = {"bytes": len(state_bytes), "crc32c": crc32c(state_bytes)}
-    return {"state.json": state_bytes, "zarr.json": encode_root(root_document(summary))}
+    if database is not None:
+        summary |= database.summary(path)
+    made = {} if database is None else database.made
+    return {**made, "state.json": state_bytes, "zarr.json": encode_root(root_document(summary))}
 
 
 @dataclass(frozen=True, slots=True)

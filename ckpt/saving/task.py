@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.native import CHECKSUM_BYTES
+from ckpt.options import DATABASE_CHUNKS
 from ckpt.paths import Path
 from ckpt.ranks.failure import Failure
 from ckpt.saving.digests import Digests
@@ -102,7 +103,8 @@ class WritePlan:
     `to_compress` are the chunks, in the order of `inner_chunks`, if they are to be compressed; their offsets are those
     in their file. `index` is the index of the step, as the coordinator writes it, `aliases` and `containers` (with the
     rank that each belongs to, or None) are what its part says of the whole state; empty on other ranks. `slot_bytes` is
-    the room that all files need in a slot.
+    the room that all files need in a slot. With node-local files, `has_own_files` says whether any rank has some that
+    are not common.
     """
 
     rank: int
@@ -115,6 +117,7 @@ class WritePlan:
     aliases: tuple[tuple[Path, Path], ...]
     containers: tuple[tuple[Path, int | None, Container], ...]
     slot_bytes: int
+    has_own_files: bool = True
 
 
 @functools.lru_cache(maxsize=2)
@@ -133,7 +136,7 @@ class SaveOptions:
 
     `commit_timeout_s` bounds every wait for other ranks; `threads` write at once in one process. While they wait, all
     nodes together look for the outcome `looks_per_s` times a second. `node_local` is the directory of this node for
-    pack files; None: they are in the root.
+    pack files; None: they are in the root. A step with more than `database_chunks` chunks has no database.
     """
 
     threads: int = 6
@@ -141,6 +144,7 @@ class SaveOptions:
     retention: Retention = field(default_factory=Retention)
     looks_per_s: float = 50.0
     node_local: str | None = None
+    database_chunks: int = DATABASE_CHUNKS
 
 
 # Thousands of offsets, the same in each save: pickled one by one they would take longer than a hundred tensors.

@@ -35,6 +35,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.ranks.failure import Failure
+from ckpt.saving.for_readers import IN_PART, PlanFiles, files_of_plan
 from ckpt.saving.giving_up import Fenced, error_for, give_up
 from ckpt.saving.publish import PartFile, publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
@@ -56,17 +57,14 @@ from ckpt.saving.task import (
 )
 from ckpt.saving.waiting import LookSchedule, OrphanedError, Waiting, look_schedule, ranks_here
 from ckpt.storage.chunk_layout import in_pages
-from ckpt.storage.documents import decode_document
 from ckpt.storage.interface import Pending
 from ckpt.storage.leases import Lease, Leases
-from ckpt.storage.names import INDEX, REFERENCES, pack_file
+from ckpt.storage.names import INDEX, pack_file
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
-from ckpt.storage.pack_index import PackIndex
 from ckpt.storage.pack_writers import FileJob, WrittenFile
 from ckpt.storage.parts_watch import PartsWatch
-from ckpt.storage.references import references
 from ckpt.storage.roots import open_root
 from inprocess.ipc.deadline import Deadline
 
@@ -269,15 +267,21 @@ class ShareWriter:
             return written
 
         with ThreadPoolExecutor(threads, "ckpt-write") as pool:
-            written = list(pool.map(write_one, plan.files))
-        if plan.index:
-            shared.write_documents({INDEX: plan.index, REFERENCES: _references(plan.index, plan.world_size)})
+            writing = pool.map(write_one, plan.files)
+            if plan.index:
+                shared.write_documents({INDEX: plan.index, **self._for_readers().files})
+            written = list(writing)
         end = time.perf_counter()
         own.finish()
         if shared is not own:
             shared.finish()
         self._progress()
         return written, {"write_begin": begin, "write_s": end - started, "sync_s": time.perf_counter() - end}
+
+    def _for_readers(self) -> PlanFiles:
+        plan, options = self.plan, self.task.options
+        is_scattered = options.node_local is not None and plan.has_own_files
+        return files_of_plan(plan.index, plan.world_size, options.database_chunks, scattered=is_scattered)
 
     def _file_job(self, file: PlannedFile) -> FileJob:
         starts, sizes = self.plan.inner_chunks.each(file.first, file.end)
@@ -293,6 +297,7 @@ class ShareWriter:
         plan, task = self.plan, self.task
         replicas = {} if task.replicas is None else {"replicas": task.replicas.document(task.region.buffer)}
         chunks = [[array, copy, file.number, *place] for file in written for array, copy, *place in file.chunks]
+        database = {IN_PART: self._for_readers().in_part} if plan.index else {}
         return {
             "save": task.save.name,
             "rank": task.rank,
@@ -304,6 +309,7 @@ class ShareWriter:
             "containers": [[list(path), rank, each.to_document()] for path, rank, each in plan.containers],
             "times": {**task.times, **times},
             **({"chunks": chunks} if chunks else {}),
+            **database,
             **replicas,
         }
 
@@ -427,9 +433,3 @@ class ShareWriter:
             self.context.report(to_event(report))
         elif self._report_here is not None:
             self._report_here(report)
-
-
-@functools.lru_cache(maxsize=2)
-def _references(index: bytes, world_size: int) -> bytes:
-    """Return the references of an index, which all saves of a plan have in common."""
-    return references(PackIndex.from_document(decode_document(index, INDEX), world_size))

@@ -7,6 +7,7 @@ ignore it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -23,8 +24,10 @@ __all__ = [
     "ILL_FORMED",
     "MAX_DOCUMENT_BYTES",
     "canonical_json",
+    "digest",
     "encode_document",
     "encode_root",
+    "is_recorded",
     "parse_json",
     "decode_document",
     "decode_root",
@@ -73,6 +76,16 @@ def decode_document(data: bytes, where: str) -> dict[str, Any]:
     document = _parse(data, where)
     _check(document.pop(_MEMBER, None), data, where)
     return document
+
+
+def digest(data: bytes) -> dict[str, Any]:
+    """Return what the root records of a file that has checksums of its own: the CRC of such a file says nothing."""
+    return {"bytes": len(data), "blake2b": hashlib.blake2b(data, digest_size=16).hexdigest()}
+
+
+def is_recorded(data: bytes, recorded: Any) -> bool:
+    """Return whether the root, which says `recorded` of a document, is of this one."""
+    return recorded in ({"bytes": len(data), "crc32c": crc32c(data)}, digest(data))
 
 
 def encode_root(document: dict[str, Any]) -> bytes:

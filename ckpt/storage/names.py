@@ -27,6 +27,8 @@ from ckpt.paths import Path
 
 __all__ = [
     "INDEX",
+    "MANIFEST",
+    "NODES",
     "PUBLISHED_STEP",
     "RANKS_PER_DIRECTORY",
     "REFERENCES",
@@ -46,6 +48,9 @@ INDEX = "index.json"
 
 REFERENCES = "references.json"
 """The same for fsspec."""
+
+MANIFEST, NODES = "manifest.ocdbt", "ocdbt.nodes"
+"""The same for tensorstore: see `ckpt.storage.ocdbt`."""
 
 PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
 """The directory of a published step; group 1 is the step."""

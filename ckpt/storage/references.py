@@ -9,7 +9,7 @@ of the step. Keys begin with "step", too: zarr-python lists a group in a referen
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,7 +21,7 @@ from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.documents import canonical_json
 from ckpt.storage.names import RANKS_PER_DIRECTORY
 from ckpt.storage.pack_index import PackIndex, Region, StoredArray
-from ckpt.storage.zarr_names import array_document, array_names, group_documents
+from ckpt.storage.zarr_names import array_names, array_texts, group_documents
 
 __all__ = ["references"]
 
@@ -53,18 +53,18 @@ class _Loops:
         return math.prod(count for count, _ in self.loops)
 
 
-def references(index: PackIndex) -> bytes:
-    """Return the reference manifest of a step.
+def references(index: PackIndex, texts: Mapping[str, bytes] | None = None) -> bytes:
+    """Return the reference manifest of a step; `texts` are what `array_texts` returns, if that was made before.
 
     Compressed arrays are left out: it is made from the plan of a save, before the sizes of their chunks are known.
     The root group is generated, too, so that a reader that skips "gen" finds no group at all, instead of arrays with
     missing chunks, which Zarr would read as zeros.
     """
     names = {name: array for name, array in array_names(index).items() if array.meta.compression is None}
-    documents = group_documents(names) | {name: array_document(name, array) for name, array in names.items()}
-    refs: dict[str, Any] = {
-        f"{_GROUP}{name}/zarr.json": canonical_json(node).decode() for name, node in documents.items()
-    }
+    texts = array_texts(names) if texts is None else texts
+    nodes = {name: canonical_json(node) for name, node in group_documents(names).items()}
+    nodes |= {name: texts[name] for name in names}
+    refs: dict[str, Any] = {f"{_GROUP}{name}/zarr.json": node.decode() for name, node in nodes.items()}
     gen: list[dict[str, Any]] = [
         {"key": f"{_GROUP}zarr.json", "url": f"{_STEP}/zarr.json", "dimensions": {"i": {"stop": 1}}},
     ]

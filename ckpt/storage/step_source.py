@@ -18,8 +18,9 @@ import numpy as np
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from ckpt.native import CHECKSUM_BYTES, check_pieces, read_checked
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES
-from ckpt.storage.files import exists, is_directory, storage_errors
+from ckpt.storage.files import exists, is_directory, storage_errors, write_durable
 from ckpt.storage.leases import ReadLease
+from ckpt.storage.links import refuse_link
 from ckpt.storage.names import PUBLISHED_STEP
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError, open_regular, read_regular
 from inprocess.ipc.uncopied import Uncopied
@@ -154,6 +155,10 @@ class LocalStep(StepSource):
     def open(self, name: str) -> OpenFile:
         """See `StepSource.open`."""
         return _LocalFile(open_regular(self.path, name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace a document of the step, durably. StorageError if that fails."""
+        write_durable(os.path.join(refuse_link(self.path), name), data)
 
     def scan(self) -> tuple[dict[str, int], set[str]]:
         """See `StepSource.scan`. Links are not followed."""

@@ -45,6 +45,10 @@ class StoreStep(StepSource):
         """See `StepSource.open`. Makes no request: an object that is missing shows when it is read."""
         return _StoreFile(self._store, self._key(name))
 
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace a document of the step, durably. StorageError if that fails."""
+        self._store.put(self._key(name), data)
+
     def scan(self) -> tuple[dict[str, int], set[str]]:
         """See `StepSource.scan`."""
         below = self._key_of("")

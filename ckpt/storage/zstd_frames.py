@@ -1,7 +1,7 @@
 """Decompress chunks with tensorstore, which has compressed them too: what an install writes it can read.
 
-A frame is checked first: it is the only one, says how many bytes it holds, and ends where the data end. So no more
-memory is needed than for the elements, whatever the bytes are. Any thread.
+What is to be decompressed is checked first: it is one frame, says how many bytes it holds, and ends where the data end.
+So no more memory is needed than for the elements, whatever the bytes are. Any thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from ckpt.errors import StorageError
 from ckpt.storage.regular_files import DamagedFileError
 
-__all__ = ["check_frame", "decompressed"]
+__all__ = ["check_frame", "compressed", "decompressed"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -67,6 +67,17 @@ def decompressed(frame: bytes | memoryview, nbytes: int) -> Array:
         raise DamagedFileError(f"cannot be decompressed: {error}") from error
 
 
+def compressed(data: bytes) -> bytes | None:
+    """Return a frame with this content; None in a process that was forked from one that had used tensorstore."""
+    if _first_user() != os.getpid():
+        return None
+    array, store = _engine(len(data), threading.get_ident())
+    array.write(np.frombuffer(data, np.uint8)).result()
+    frame: bytes = store.read(_KEY).result().value
+    store.write(_KEY, None).result()
+    return frame
+
+
 def _decompress() -> Callable[[bytes | memoryview, int], Array]:
     # The threads of tensorstore do not exist in a forked process, which it would end when it is used there.
     return _with_tensorstore if _first_user() == os.getpid() else _with_numcodecs
@@ -105,6 +116,7 @@ def _engine(nbytes: int, thread: int) -> tuple[Any, Any]:
     }
     context = ts.Context({"data_copy_concurrency": {"limit": 1}})
     spec = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata, "create": True}
+    spec["store_data_equal_to_fill_value"] = True
     array = ts.open(spec, context=context).result()
     return array, array.kvstore
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -14,10 +15,12 @@ from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.loading.consistency import find_inconsistencies
 from ckpt.loading.index import CheckpointIndex
 from ckpt.storage.chunk_codec import READ_BYTES
-from ckpt.storage.names import INDEX, pack_file
+from ckpt.storage.documents import ILL_FORMED
+from ckpt.storage.names import INDEX, MANIFEST, NODES, pack_file
 from ckpt.storage.step_source import StepSource, step_source
+from ckpt.validation.database import database_problem
 from ckpt.validation.pack_files import PackChecks
-from ckpt.validation.step_files import PackFile, Problem, StepFiles, read_step_files
+from ckpt.validation.step_files import PackFile, Problem, StepFiles, read_document, read_step_files
 
 __all__ = ["Report", "validate"]
 
@@ -69,6 +72,10 @@ def validate(step: str | StepSource, *, quick: bool = False, jobs: int = 8, prog
         ]
         found = _Found(*source.scan())
         report.files = len(found.sizes)
+        if not files.optional.isdisjoint(found.sizes):
+            files.documents |= files.optional
+            missing = sorted(files.optional - found.sizes.keys())
+            report.problems += [Problem("is missing", name, rank=0) for name in missing]
         _check_files(files, found, report.problems)
         checks = PackChecks(files.index)
         for rank in files.parts:
@@ -77,8 +84,29 @@ def validate(step: str | StepSource, *, quick: bool = False, jobs: int = 8, prog
         report.problems.append(Problem(str(error), _file_named_in(str(error), path), rank=0, fatal=True))
         return report
     if not quick:
+        _check_database(files, source, report.problems)
         _check_bytes(checks, files, found, report, jobs, progress)
     return report
+
+
+def _check_database(files: StepFiles, source: StepSource, problems: list[Problem]) -> None:
+    """Compare the database with the index, if there is one, and no problem of it or of the parts is known.
+
+    Nor a fatal one: the memory for this is in proportion to the number of chunks, so all of them have to be there.
+    """
+    sound = files.documents - {problem.file for problem in problems}
+    known = len(files.parts) == files.index.world_size and not any(problem.fatal for problem in problems)
+    if not known or not {MANIFEST, NODES} <= sound:
+        return
+    try:
+        manifest, nodes = read_document(source, MANIFEST), read_document(source, NODES)
+    except CheckpointCorruptError as error:
+        problems.append(Problem(str(error), rank=0))
+        return
+    with contextlib.suppress(CheckpointCorruptError, *ILL_FORMED):  # of compressed chunks that no part has: reported
+        wrong = database_problem(files.index, manifest, nodes)
+        if wrong is not None:
+            problems.append(Problem(wrong[1], wrong[0], rank=0))
 
 
 def _file_named_in(message: str, path: str) -> str | None:

@@ -13,8 +13,15 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError, StorageError
 from ckpt.loading.index import CheckpointIndex, chunk_table, items, parse_index, sizes
 from ckpt.native import crc32c
-from ckpt.storage.documents import ILL_FORMED, MAX_DOCUMENT_BYTES, canonical_json, decode_document, decode_root
-from ckpt.storage.names import INDEX, REFERENCES, pack_file, part_name
+from ckpt.storage.documents import (
+    ILL_FORMED,
+    MAX_DOCUMENT_BYTES,
+    canonical_json,
+    decode_document,
+    decode_root,
+    is_recorded,
+)
+from ckpt.storage.names import INDEX, MANIFEST, NODES, REFERENCES, pack_file, part_name
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.root import FORMAT_VERSION
 from ckpt.storage.step_source import StepSource, step_source
@@ -50,12 +57,16 @@ class PackFile:
 
 @dataclass
 class StepFiles:
-    """The files of a step according to its metadata: the parts by rank, the files of packs, the names of documents."""
+    """The files of a step according to its metadata: the parts by rank, the files of packs, the names of documents.
+
+    Those that are `optional` are there all together or not at all.
+    """
 
     index: CheckpointIndex
     parts: dict[int, dict[str, Any]] = field(default_factory=dict)
     packs: list[PackFile] = field(default_factory=list)
     documents: set[str] = field(default_factory=set)
+    optional: set[str] = field(default_factory=set)
 
 
 def read_step_files(step: str | StepSource, problems: list[Problem]) -> StepFiles:
@@ -79,8 +90,11 @@ def read_step_files(step: str | StepSource, problems: list[Problem]) -> StepFile
     intent = _read_json(source, "intent.json", None, problems, 0, fatal=False)
     if intent is not None and intent != {key: summary.get(key) for key in intent}:
         problems.append(Problem("the intent belongs to another save", "intent.json", rank=0))
-    if "references" in summary:
-        _check_references(source, summary["references"], files, problems)
+    for name, member in ((REFERENCES, "references"), (MANIFEST, MANIFEST), (NODES, NODES)):
+        if member in summary:
+            _check_for_readers(source, name, summary[member], files, problems)
+    if MANIFEST not in summary:
+        files.optional |= {MANIFEST, NODES}
     expected = index.packs.files()
     for rank, checksum in enumerate(summary["parts"]):
         files.documents.add(part_name(rank))
@@ -95,14 +109,14 @@ def read_step_files(step: str | StepSource, problems: list[Problem]) -> StepFile
     return files
 
 
-def _check_references(source: StepSource, recorded: Any, files: StepFiles, problems: list[Problem]) -> None:
-    files.documents.add(REFERENCES)
+def _check_for_readers(source: StepSource, name: str, recorded: Any, files: StepFiles, problems: list[Problem]) -> None:
+    files.documents.add(name)
     try:
-        data = read_document(source, REFERENCES)
-        if recorded != {"bytes": len(data), "crc32c": crc32c(data)}:
-            problems.append(Problem("differs from what the root says", REFERENCES, rank=0))
+        data = read_document(source, name)
+        if not is_recorded(data, recorded):
+            problems.append(Problem("differs from what the root says", name, rank=0))
     except CheckpointCorruptError as error:
-        problems.append(Problem(str(error), REFERENCES, rank=0))
+        problems.append(Problem(str(error), name, rank=0))
 
 
 def _find_mixed_saves(source: StepSource, problems: list[Problem]) -> None:

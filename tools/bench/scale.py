@@ -10,6 +10,9 @@ data.
 Agreement: ranks with different names (stages of a pipeline, replicas of these on their own meshes, experts) tell each
 other what they have, before a plan and in a restore; see `agreement`.
 
+Database: the coordinator's writer makes the two files with which tensorstore reads a step, once for all saves of a
+plan, while it writes its pack.
+
 Open: one rank reads the index of this step, checks it, and finds where its piece of every tensor lies.
 """
 
@@ -24,25 +27,30 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckpt.loading.consistency import read_index
+from ckpt.options import DATABASE_CHUNKS
 from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.ranks.collectives import Ranks
+from ckpt.saving.for_readers import IN_PART, database_files, files_of_plan
 from ckpt.saving.host_memory import HostLimit
 from ckpt.saving.plan_cache import PlanCache
 from ckpt.saving.publish import publish
+from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.documents import encode_document
-from ckpt.storage.names import INDEX, REFERENCES, SaveId, part_name
-from ckpt.storage.references import references
+from ckpt.storage.names import INDEX, SaveId, part_name
+from ckpt.storage.pack_index import ALIGNMENT, PackIndex, Region, StoredArray
 from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.zarr_entries import Hierarchy
 from tools.bench.agreement import STATES, measure_agreement
 from tools.bench.harness import (
     Row,
@@ -76,6 +84,12 @@ TARGETS = (
     ("commit", "part", "largest part manifest: size", 100e3),
     ("open", "seconds", "open the index, find a rank's pieces", 0.3),
     ("open", "memory", "open the index: memory", 100e6),
+    ("database", "1000", "database, 1,000 chunks", 0.1),
+    ("database", "1000_bytes", "database, 1,000 chunks: size", 100e3),
+    ("database", "100000", "database, 100,000 chunks", 0.5),
+    ("database", "100000_bytes", "database, 100,000 chunks: size", 1e6),
+    ("database", "1000000", "database, 1,000,000 chunks", 5.0),
+    ("database", "1000000_bytes", "database, 1,000,000 chunks: size", 10e6),
     ("pipeline", "exchange", "plan, pipeline stages: CPU of a rank", 2.0),
     ("pipeline", "exchange_bytes", "plan, pipeline stages: moved size", 1e6),
     ("pipeline", "restore", "restore, pipeline stages: CPU of a rank", 0.5),
@@ -89,10 +103,11 @@ TARGETS = (
     ("experts", "restore", "restore, experts: CPU of a rank", 0.5),
     ("experts", "restore_bytes", "restore, experts: moved size", 1e6),
 )
-BYTES = frozenset({"memory", "index", "part", "exchange_bytes", "restore_bytes"})
+BYTES = frozenset({"memory", "index", "part"} | {key for _, key, *_ in TARGETS if key.endswith("_bytes")})
 """The figures that are bytes; the others are seconds."""
 
 _ROWS_PER_RANK = 4
+_DATABASES = {"1000": (100, 10), "100000": (1000, 100), "1000000": (1000, 1000)}  # tensors, and chunks of each
 _COLUMNS = (16, 64, 256, 1024)
 
 
@@ -212,11 +227,15 @@ def simulate_save(root: Path, plan: SavePlan) -> PendingSave:
     for (rank, number), nbytes in plan.index.files().items():
         files.setdefault(rank, []).append([number, nbytes, (rank * 2654435761 + number) % 2**32])
     Path(pending.path, INDEX).write_bytes(plan.index_bytes)
-    Path(pending.path, REFERENCES).write_bytes(references(plan.index))
+    for_readers = files_of_plan(plan.index_bytes, plan.world_size, DATABASE_CHUNKS)
+    for name, data in for_readers.files.items():
+        Path(pending.path, name).write_bytes(data)
     for rank in range(plan.world_size):
         part: dict[str, Any] = {"save": pending.save.name, "rank": rank, "plan": plan.digest}
         part |= {"world_size": plan.world_size, "files": sorted(files.get(rank, []))}
         part |= {"values": [], "aliases": [], "containers": [], "times": {}}
+        if rank == 0:
+            part[IN_PART] = for_readers.in_part
         path = Path(pending.path, part_name(rank))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode_document(part))
@@ -253,6 +272,31 @@ def _open(roots: list[Path]) -> Figures:
     return {"seconds": seconds, "memory": [_most_memory() - before]}
 
 
+# -- database ----------------------------------------------------------------------------------------------------------
+
+
+def _database(repeats: int) -> Figures:
+    found: Figures = {}
+    for name, (tensors, chunks) in _DATABASES.items():
+        index = _many_chunks(tensors, chunks)
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            files = database_files(Hierarchy.of(index))
+            found.setdefault(name, []).append(time.perf_counter() - begin)
+            found.setdefault(f"{name}_bytes", []).append(sum(map(len, files.values())))
+    return found
+
+
+def _many_chunks(tensors: int, chunks: int) -> PackIndex:
+    """Return the index of tensors of which each of `chunks` ranks has some rows, in four files of its pack."""
+    ranks = np.arange(chunks)
+    regions = tuple(Region(ranks, np.full(chunks, number), np.zeros(chunks, np.int64)) for number in range(4))
+    meta = ArrayMeta((_ROWS_PER_RANK * chunks, 512), "float32", (_ROWS_PER_RANK, 512))
+    step = -(-meta.largest_encoded_bytes // ALIGNMENT) * ALIGNMENT
+    arrays = (StoredArray(n, (_name(n),), meta, n % 4, n // 4 * step, (0, 0), meta.shape) for n in range(tensors))
+    return PackIndex(tuple(arrays), regions)
+
+
 # -- report ------------------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +318,8 @@ def run(options: argparse.Namespace) -> None:
     found["planning"] = measure_planning(options.tensors, options.ranks, options.repeats)
     print(f"commit, open: {options.tensors} tensors, {options.parts} parts", file=sys.stderr)
     found |= measure_commit(options.parts, options.tensors, options.repeats, options.folder.resolve())
+    print("database", file=sys.stderr)
+    found["database"] = _in_own_process(_database, options.repeats)
     for state in STATES:
         print(f"{state}: {options.names} names, {options.different} ranks", file=sys.stderr)
         found[state] = _in_own_process(measure_agreement, state, options.names, options.different, options.repeats)

@@ -181,7 +181,7 @@ def _file(step: Path, rng: random.Random) -> str:
 
 def _chunk(step: Path, rng: random.Random) -> str:
     """Change bytes of a chunk, and sometimes its checksum, in a plain chunk or in the index of a shard."""
-    file = rng.choice([file for file in _files(step) if file.suffix != ".json"])
+    file = rng.choice([file for file in _files(step) if file.parent.parent.name == "packs"])
     data = bytearray(file.read_bytes())
     for _ in range(rng.choice((1, 2, 8))):
         at = rng.choice((rng.randrange(len(data)), max(0, len(data) - 5 - rng.randrange(64))))

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from ckpt.native import crc32c
+from ckpt.saving.for_readers import database_files
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import inner_chunk_array
-from ckpt.storage.documents import encode_document, encode_root
+from ckpt.storage.documents import digest, encode_document, encode_root
 from ckpt.storage.pack_index import PackIndex, Region, StoredArray
 from ckpt.storage.references import references
+from ckpt.storage.zarr_entries import Hierarchy
 
 __all__ = ["WORLD_SIZE", "Layouts", "layouts", "write_step"]
 
@@ -32,7 +34,7 @@ class Layouts:
 
     def add(
         self,
-        name: str,
+        name: str | tuple[str | int, ...],
         shape: tuple[int, ...],
         chunk: tuple[int, ...],
         ranks: Sequence[int],
@@ -43,12 +45,13 @@ class Layouts:
         box: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
         rank: int | None = None,
     ) -> None:
-        """Add an array with random bits. `box` is its offset in its tensor, and the shape of that."""
+        """Add an array with random bits, of the path `name`. `box` is its offset in its tensor, and its shape."""
         meta = ArrayMeta(shape, dtype, chunk, inner)
         number = len(self.arrays)
         offset, whole = box or ((0,) * len(shape), shape)
         region = len(self.regions) if ranks else None
-        self.arrays.append(StoredArray(number, tuple(name.split("/")), meta, region, 0, offset, whole, rank))
+        path = tuple(name.split("/")) if isinstance(name, str) else name
+        self.arrays.append(StoredArray(number, path, meta, region, 0, offset, whole, rank))
         if ranks:
             at = np.array([0] * len(ranks) if starts is None else starts, np.int64)
             file = np.full(len(ranks), number, np.int64)
@@ -122,6 +125,8 @@ def _write_documents(step: Path, index: PackIndex, files: dict[int, list[list[in
         "references": references(index),
     }
     summary = {name: {"bytes": len(data), "crc32c": crc32c(data)} for name, data in written.items()}
+    database = database_files(Hierarchy.of(index))
+    summary |= {name: digest(data) for name, data in database.items()}
     parts = []
     for rank, of_rank in files.items():
         part = encode_document({**about, **_EMPTY, "rank": rank, "files": of_rank, "times": {}})
@@ -138,3 +143,5 @@ def _write_documents(step: Path, index: PackIndex, files: dict[int, list[list[in
     (step / "intent.json").write_bytes(encode_document(about))
     for name, data in written.items():
         (step / f"{name}.json").write_bytes(data)
+    for name, data in database.items():
+        (step / name).write_bytes(data)

@@ -194,6 +194,7 @@ def test_the_parts_say_what_is_there(saved: Saved) -> None:
     found = {str(path.relative_to(step)): path.stat().st_size for path in step.rglob("*") if path.is_file()}
     others = {f"parts/000/rank_{rank:05d}.json" for rank in range(2)}
     others |= {f"{name}.json" for name in ("zarr", "index", "state", "references", "intent")}
+    others |= {"manifest.ocdbt", "ocdbt.nodes"}
     assert found.keys() - listed.keys() == others
     assert {name: found[name] for name in listed} == listed
     summary = json.loads((step / "zarr.json").read_bytes())["attributes"]["ckpt"]

@@ -67,6 +67,8 @@ _STEADY = [
         "PUT packs": 3,
         "PUT index.json": 1,
         "PUT references.json": 1,
+        "PUT manifest.ocdbt": 1,
+        "PUT ocdbt.nodes": 1,
         "PUT parts": 1,
         "GET parts": 1,  # of the other rank
         "PUT state.json": 1,

@@ -14,8 +14,9 @@ from ckpt.errors import CheckpointCorruptError
 from ckpt.saving.publish import publish
 from ckpt.storage.commit import Abandoned, PendingSave
 from ckpt.storage.documents import decode_document, encode_document
-from ckpt.storage.names import SaveId, parse_save_name
+from ckpt.storage.names import MANIFEST, NODES, SaveId, parse_save_name
 from ckpt.storage.root import CheckpointRoot
+from ckpt.validation import validate
 from tests.ckpt.storage.small_saves import opened, save, state_of
 
 PART = "parts/000/rank_00000.json"
@@ -59,6 +60,29 @@ def flipped(name: str) -> Callable[[Path], None]:
         (directory / name).write_bytes(content)
 
     return make
+
+
+@pytest.mark.parametrize("gone", [{MANIFEST}, {NODES}, {MANIFEST, NODES}])
+def test_a_database_that_is_missing_is_made(pending: PendingSave, tmp_path: Path, gone: set[str]) -> None:
+    """No restore needs it."""
+    for name in gone:
+        (Path(pending.path) / name).unlink()
+    publish(pending, lambda: None)
+    step = tmp_path / "step_00000002"
+    assert {MANIFEST, NODES} <= {path.name for path in step.iterdir()}
+    assert validate(str(step)).whole
+
+
+def test_a_save_that_an_earlier_version_began(pending: PendingSave, tmp_path: Path) -> None:
+    """Its first part does not say whether all pack files are below one base."""
+    resealed(PART, ocdbt=None)(Path(pending.path))
+    for name in (MANIFEST, NODES):
+        (Path(pending.path) / name).unlink()
+    publish(pending, lambda: None)
+    step = tmp_path / "step_00000002"
+    assert not {MANIFEST, NODES} & {path.name for path in step.iterdir()}
+    assert b"an earlier version began the save" in (step / "zarr.json").read_bytes()
+    assert validate(str(step)).whole
 
 
 DAMAGE = {

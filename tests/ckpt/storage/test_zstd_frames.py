@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from numcodecs import zstd
 
 from ckpt.storage.regular_files import DamagedFileError
-from ckpt.storage.zstd_frames import decompressed
+from ckpt.storage.zstd_frames import compressed, decompressed
 from tests.support.seeds import random_bytes
 
 _NOISE = random_bytes(300_000)
@@ -22,6 +23,19 @@ def test_frames_come_back(noise: int, zeros: int, level: int, checksum: bool) ->
     data = _NOISE[:noise] + bytes(zeros)
     frame = zstd.compress(data, level, checksum)
     assert decompressed(memoryview(frame), len(data)).tobytes() == data
+
+
+@given(noise=st.integers(0, 300_000), zeros=st.integers(1, 300_000))
+def test_others_read_what_is_compressed(noise: int, zeros: int) -> None:
+    data = _NOISE[:noise] + bytes(zeros)
+    frame = compressed(data)
+    assert frame is not None
+    assert zstd.decompress(frame) == data == decompressed(frame, len(data)).tobytes()
+
+
+def test_nothing_is_compressed_in_a_fork_of_a_process_with_tensorstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.storage.zstd_frames._first_user", lambda: os.getppid())
+    assert compressed(bytes(10)) is None
 
 
 def _long_frame(blocks: int) -> bytes:

@@ -6,17 +6,26 @@ import itertools
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
+import ckpt
 from ckpt import AsyncCallsQueue, Checkpointer, PerRank, Staging
 from ckpt.loading.consistency import array_name, read_index
 from ckpt.native import crc32c
+from ckpt.storage.documents import digest
+from ckpt.storage.names import MANIFEST, NODES
+from ckpt.storage.ocdbt import database
 from ckpt.storage.pack_index import PackIndex, StoredArray
+from ckpt.storage.zarr_entries import Hierarchy
 from ckpt.validation import Problem, Report, validate
+from ckpt.validation.database import compressed_places
 from tests.ckpt.validation.forgery import array_of, reseal_index, reseal_part, reseal_root
 from tests.support import layouts, run_ranks
 
@@ -202,6 +211,11 @@ FILES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "missing references": (missing("references.json"), "references.json", "is missing"),
     "other references": (flipped("references.json"), "references.json", "differs from what the root says"),
     "longer references": (appended("references.json"), "references.json", "differs from what the root says"),
+    "missing manifest": (missing(MANIFEST), MANIFEST, "is missing"),
+    "other manifest": (flipped(MANIFEST), MANIFEST, "differs from what the root says"),
+    "missing nodes": (missing(NODES), NODES, "is missing"),
+    "other nodes": (flipped(NODES), NODES, "differs from what the root says"),
+    "longer nodes": (appended(NODES), NODES, "differs from what the root says"),
     "missing index": (missing("index.json"), "index.json", "is missing"),
     "damaged index": (flipped("index.json"), "index.json", "is not the one that belongs to this step"),
     "missing state": (missing("state.json"), "state.json", "is missing"),
@@ -317,3 +331,100 @@ def test_a_table_that_is_none(zstd: Path, entry: Any) -> None:
     problem = validate(str(zstd)).problems[0]
     assert (problem.file, problem.rank, problem.fatal) == (PART, 1, True)
     assert problem.message.startswith("the part is invalid")
+
+
+# -- the database ------------------------------------------------------------------------------------------------------
+
+
+def put_database(step: Path, manifest: bytes, nodes: bytes) -> None:
+    """Replace the database by another one, of which the root says that it is the one of this step."""
+    for name, data in ((MANIFEST, manifest), (NODES, nodes)):
+        (step / name).write_bytes(data)
+        reseal_root(step, lambda root, name=name, data=data: root["attributes"]["ckpt"].update({name: digest(data)}))  # type: ignore[misc]
+
+
+def entries_of(step: Path) -> Any:
+    index = read_index(str(step))
+    return Hierarchy.of(index.packs).entries(compressed_places(index))
+
+
+@pytest.mark.parametrize("name", ["plain", "zstd"])
+@pytest.mark.parametrize("column", ["offset", "nbytes", "file"])
+def test_a_database_with_another_place(
+    request: pytest.FixtureRequest, name: str, column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one chunk, in small nodes and in compressed ones; the root says that it is right."""
+    step: Path = request.getfixturevalue(name)
+    for compressed_bytes in (1 << 20, 1):
+        monkeypatch.setattr("ckpt.storage.ocdbt._COMPRESSED_BYTES", compressed_bytes)
+        entries = entries_of(step)
+        put_database(step, *database(entries))
+        assert validate(str(step)).whole
+        changed = getattr(entries, column).copy()
+        changed[next(n for n in range(len(changed)) if entries.file[n] >= 0)] += 1
+        put_database(step, *database(replace(entries, **{column: changed})))
+        assert validate(str(step), quick=True).whole, "it does not compare them"
+        (problem,) = validate(str(step)).problems
+        assert (problem.file, problem.fatal) == (NODES, False)
+        assert problem.message.startswith("differs from the index")
+
+
+def test_nodes_that_another_zstd_has_compressed(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numcodecs = pytest.importorskip("numcodecs.zstd", reason="needs numcodecs")
+    monkeypatch.setattr("ckpt.storage.ocdbt._COMPRESSED_BYTES", 1)
+    entries = entries_of(plain)
+    other = database(entries, compress=lambda body: bytes(numcodecs.compress(body, 19)))
+    assert other != database(entries)
+    put_database(plain, *other)
+    assert validate(str(plain)).whole
+
+
+def test_a_manifest_of_another_step(plain: Path, saved: Path) -> None:
+    """Its checksum of itself is right."""
+    other = saved / "zstd" / "step_00000001"
+    put_database(plain, (other / MANIFEST).read_bytes(), (plain / NODES).read_bytes())
+    assert validate(str(plain)).problems == [Problem("differs from the index", MANIFEST, rank=0)]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, NODES])
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_a_database_of_any_bytes(saved: Path, tmp_path_factory: pytest.TempPathFactory, name: str, data: Any) -> None:
+    """It is reported, and a restore does not care."""
+    step = Path(shutil.copytree(saved / "plain" / "step_00000001", tmp_path_factory.mktemp("step") / "step_00000001"))
+    content = (step / name).read_bytes()
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(content) - 1))
+        changed = content[:at] + data.draw(st.binary(max_size=20)) + content[at + data.draw(st.integers(1, 20)) :]
+    else:
+        changed = data.draw(st.binary(max_size=200))
+    assume(changed != content)
+    (step / name).write_bytes(changed)
+    if data.draw(st.booleans()):
+        reseal_root(step, lambda root: root["attributes"]["ckpt"].update({name: digest(changed)}))
+    report = validate(str(step))
+    assert {problem.file for problem in report.problems} <= {MANIFEST, NODES}
+    assert report.problems
+    assert report.restorable
+    with ckpt.open(step) as checkpoint:
+        assert torch.equal(torch.from_numpy(checkpoint["plain/(2,)"][:]), layouts.full_tensor("plain(2,)", (2,)))
+
+
+@pytest.mark.parametrize("there", [{MANIFEST}, {NODES}, {MANIFEST, NODES}])
+def test_a_database_of_which_the_root_says_nothing(plain: Path, there: set[str]) -> None:
+    """`inspect_ckpt index` writes both files. What is there must be right."""
+
+    def forget(root: dict[str, Any]) -> None:
+        for name in (MANIFEST, NODES):
+            del root["attributes"]["ckpt"][name]
+
+    reseal_root(plain, forget)
+    for name in {MANIFEST, NODES} - there:
+        (plain / name).unlink()
+    missing = [Problem("is missing", name, rank=0) for name in {MANIFEST, NODES} - there]
+    assert validate(str(plain)).problems == missing
+    for name in () if missing else there:
+        content = (plain / name).read_bytes()
+        flipped(name)(plain)
+        assert [(problem.file, problem.fatal) for problem in validate(str(plain)).problems] == [(name, False)]
+        (plain / name).write_bytes(content)

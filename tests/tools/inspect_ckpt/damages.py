@@ -84,7 +84,7 @@ Changes = dict[str, bytes | None]
 
 
 def packs(tree: Tree) -> list[str]:
-    return [name for name in sorted(tree) if not name.endswith(".json")]
+    return [name for name in sorted(tree) if name.startswith("packs/")]
 
 
 def _truncate(tree: Tree, other_step: Tree, other_world: Tree, rng: random.Random) -> Changes:

@@ -323,7 +323,7 @@ def test_nothing_outside_the_path_is_read(
     out, err = capsys.readouterr()
     reads_only_data = command in ("stats", "diff") and way in ("link to parts", "link to a part")
     sees_only_metadata = command in ("show", "json") and "pack" in way
-    is_only_a_name = "tensor" in way
+    is_only_a_name = "tensor" in way and command != "validate"  # it finds another name in the database
     is_found = not (reads_only_data or sees_only_metadata or is_only_a_name)
     assert code == (DAMAGED[command] if is_found else 0), (out, err)
     assert "Traceback" not in out + err
