@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer
     from ckpt.exporting.export import export
     from ckpt.exporting.options import ExportOptions
+    from ckpt.formats.foreign_state import load_foreign
     from ckpt.loading.lazy import Checkpoint, LazyTensor
     from ckpt.loading.lazy import open_checkpoint as open
     from ckpt.loading.load import load
@@ -97,6 +98,7 @@ __all__ = [
     "WriterError",
     "abort_nvrx_checkpoint",
     "load",
+    "load_foreign",
     "export",
     "observe",
     "open",
@@ -130,6 +132,7 @@ _LAZY = {
     "Unregistered": "ckpt.values.registry",
     "register_encoder": "ckpt.values.registry",
     "load": "ckpt.loading.load",
+    "load_foreign": "ckpt.formats.foreign_state",
     "Checkpoint": "ckpt.loading.lazy",
     "LazyTensor": "ckpt.loading.lazy",
     "open": "ckpt.loading.lazy",

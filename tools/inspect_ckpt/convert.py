@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from ckpt.formats.detection import kind_of
 from ckpt.formats.foreign_files import check_outside, foreign_file
+from ckpt.formats.foreign_state import open_foreign
 from ckpt.formats.lazy_state import FileTensor, LazyState
 from ckpt.formats.leaves import StepTensor, same_value, tensor_leaves
-from ckpt.formats.safetensors import open_directory, open_file
 from ckpt.formats.step_writer import write_step
 from ckpt.loading.fetch import Fetch
 from ckpt.paths import Path, display
@@ -79,37 +78,18 @@ def _open(arguments: argparse.Namespace) -> LazyState:
     if is_object_url(path):
         raise CannotReadError(f"{path}: other formats are read from local files only; copy it to a disk first")
     try:
-        kind = kind_of(path)
+        state = open_foreign(
+            path,
+            string_keys=arguments.string_keys,
+            skip_unsafe=arguments.skip_unsafe,
+            follow_links=arguments.follow_links,
+        )
     except (FileNotFoundError, NotADirectoryError):
         raise CannotReadError(f"{path}: there is no such file or directory") from None
     except ValueError as error:
         raise CannotReadError(f"{path!r}: {error}") from None
-    match kind:
-        case "safetensors":
-            return open_file(path)
-        case "safetensors-directory":
-            return open_directory(path, arguments.follow_links)
-        case "torch":
-            from ckpt.formats.torch_file import open_torch_file
-
-            return open_torch_file(path, arguments.skip_unsafe)
-        case "dcp":
-            from ckpt.formats.dcp_reader import open_dcp, state_of_dcp
-
-            opened = open_dcp(path, arguments.follow_links)
-            return state_of_dcp(opened, string_keys=arguments.string_keys, skip_unsafe=arguments.skip_unsafe)
-        case "orbax":
-            from ckpt.formats.orbax_reader import open_orbax
-
-            return open_orbax(path, arguments.follow_links)
-        case "ocdbt":
-            from ckpt.formats.zarr_tree import open_ocdbt
-
-            return open_ocdbt(path, arguments.follow_links)
-        case "zarr":
-            from ckpt.formats.zarr_tree import open_zarr
-
-            return open_zarr(path, arguments.follow_links)
+    if state is not None:
+        return state
     if os.path.isdir(path):
         step_path(path)
         raise CannotReadError(f"{path} is already a checkpoint of ckpt; `export` writes other formats")

@@ -11,8 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.formats.foreign_state import open_foreign
+from ckpt.formats.lazy_state import LazyState
 from ckpt.loading.index import StoredTensor
+from ckpt.paths import display
 from ckpt.storage.dtypes import stored
+from ckpt.storage.roots import is_object_url
 from ckpt.validation import Problem, read_step_files
 
 from .output import CannotReadError, Exit, Output, count, plural, short_repr, size
@@ -21,7 +25,7 @@ from .validate import problem_line
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "list the tensors, values and aliases of a step"
+HELP = "list the tensors, values and aliases of a step, or of a checkpoint of another format"
 
 
 _LINEAGE = ("save", "owner", "continues", "restart", "metrics", "versions")
@@ -29,14 +33,53 @@ _LINEAGE = ("save", "owner", "continues", "restart", "metrics", "versions")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a step, or a checkpoint root: then its newest step")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="a step, or a checkpoint root: then its newest step; or what `convert` takes",
+    )
     parser.add_argument("--tree", action="store_true", help="print a tree of keys")
     parser.add_argument("--filter", metavar="GLOB", help="list only names that match (*, ? and [...])")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
+    if (foreign := _foreign(arguments.path)) is not None:
+        return _show_foreign(foreign, arguments, output)
     with open_step(arguments.path) as step:
         return _run(step, arguments, output)
+
+
+def _foreign(path: str) -> LazyState | None:
+    """Open a checkpoint of another format; None if there is none, or if it needs options of `convert`."""
+    if is_object_url(path):
+        return None
+    try:
+        return open_foreign(path, skip_unsafe=True)
+    except (OSError, ValueError):
+        return None  # the reader of steps says what is wrong
+
+
+def _show_foreign(state: LazyState, arguments: argparse.Namespace, output: Output) -> Exit:
+    def is_shown(name: str) -> bool:
+        return arguments.filter is None or fnmatch.fnmatchcase(name, arguments.filter)
+
+    tensors = {display(path): tensor for path, tensor in state.tensors.items() if is_shown(display(path))}
+    values = {display(path): value for path, value in state.values.items() if is_shown(display(path))}
+    if arguments.filter is not None and not tensors and not values:
+        raise CannotReadError(f"{arguments.path}: no name matches {arguments.filter!r}")
+    output.line(f"{state.kind}, {plural(len(state.tensors), 'tensor')}, {size(state.nbytes)}: {arguments.path}", "bold")
+    rows = [(name, tensor.dtype, str(list(tensor.shape)), size(tensor.nbytes)) for name, tensor in tensors.items()]
+    output.table(("tensor", "dtype", "shape", ">size"), rows)
+    if values:
+        output.line()
+        output.table(("value", "type", "is"), [(n, type(v).__name__, short_repr(v)) for n, v in values.items()])
+    for note in state.notes:
+        output.line(note)
+    shown = [{"name": name, "dtype": each.dtype, "shape": each.shape} for name, each in tensors.items()]
+    output.json(
+        {"path": arguments.path, "format": state.kind, "tensors": shown, "values": values, "notes": state.notes}
+    )
+    return Exit.WHOLE
 
 
 def _run(step: Step, arguments: argparse.Namespace, output: Output) -> Exit:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import load
+from ckpt import load, load_foreign
 from tests.support.orbax_checkpoints import expected_state, write_with_orbax
 from tests.tools.inspect_ckpt.commands import REPOSITORY, Commands
 
@@ -57,6 +57,11 @@ def test_every_layout(run: Commands, tmp_path: Path, orbax: Path, name: str, hol
     assert "all bits are equal" in run("convert", orbax / name, tmp_path / "root", "--step", "7")
     run("validate", tmp_path / "root")
     assert same(load(tmp_path / "root"), expected_state(orbax, holds))
+    assert same(load_foreign(orbax / name), expected_state(orbax, holds))
+    shown = run("show", orbax / name)
+    assert "Orbax" in shown
+    for leaf in expected_state(orbax, holds) if holds == "params" else ():
+        assert leaf in shown
 
 
 def test_neither_orbax_nor_jax_is_needed(tmp_path: Path, orbax: Path) -> None:
@@ -122,7 +127,7 @@ def test_leaves_that_cannot_be_converted(run: Commands, tmp_path: Path, orbax: P
     assert not (tmp_path / "root").exists()
 
 
-@pytest.mark.parametrize("command", ["show", "ls", "validate", "timeline", "clean"])
+@pytest.mark.parametrize("command", ["ls", "validate", "timeline", "clean"])
 @pytest.mark.parametrize("path", ["ocdbt", "zarr3 files", "manager", "manager/12", "manager/12/default"])
 def test_what_other_commands_say(run: Commands, orbax: Path, command: str, path: str) -> None:
     assert f"{path} is an Orbax checkpoint, not a checkpoint of ckpt; to make a step" in run.refused(
@@ -132,7 +137,8 @@ def test_what_other_commands_say(run: Commands, orbax: Path, command: str, path:
 
 def test_steps_with_the_names_of_ours(run: Commands, tmp_path: Path, orbax: Path) -> None:
     shutil.copytree(orbax / "manager" / "12", tmp_path / "step_00000012")
-    for command in ("show", "ls", "validate"):
+    assert run("show", tmp_path / "step_00000012").startswith("Orbax")
+    for command in ("ls", "validate"):
         assert "is an Orbax checkpoint" in run.refused(command, tmp_path / "step_00000012")
     run("convert", tmp_path / "step_00000012", tmp_path / "root", "--step", "12")
 

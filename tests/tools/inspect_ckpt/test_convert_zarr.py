@@ -111,7 +111,8 @@ def test_what_tensorstore_writes(run: Commands, tmp_path: Path, driver: str, ocd
         assert str(tensor.dtype) == f"torch.{name}"
         assert equal(tensor, _NUMBERS.astype(getattr(ml_dtypes, name, name)))
     what = "an OCDBT database" if ocdbt else "a directory of Zarr arrays"
-    for command in ("show", "ls", "validate"):
+    assert "a/float8_e5m2 x" in run("show", tmp_path / "tree")
+    for command in ("ls", "validate"):
         line = run.refused(command, tmp_path / "tree")
         assert f"tree is {what}, not a checkpoint of ckpt; to make a step of it: inspect_ckpt convert" in line
 

@@ -47,7 +47,8 @@ OTHERS = {
 @pytest.mark.parametrize("make", OTHERS, ids=lambda make: make.__name__)
 def test_what_it_is_and_what_to_write(run: Commands, tmp_path: Path, make: Callable[[Path], Path]) -> None:
     path = make(tmp_path)
-    for command in ("show", "ls", "validate", "stats", "timeline", "clean"):
+    assert "tensor" in run("show", path)
+    for command in ("ls", "validate", "stats", "timeline", "clean"):
         line = run.refused(command, path, *(["*"] if command == "stats" else []))
         assert f"{path} is {OTHERS[make]}, not a checkpoint of ckpt" in line
         quoted = f"'{path}'" if " " in str(path) else str(path)
