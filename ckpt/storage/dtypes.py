@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from ckpt.errors import StateError
@@ -57,15 +56,14 @@ class StoredDtype:
                 return 0.0
 
 
-_NATIVE = MappingProxyType(
-    {name: np.dtype(name) for name in ("bool", "float16", "float32", "float64", "complex64", "complex128")}
-    | {f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-    | {
-        name: np.dtype(getattr(ml_dtypes, name))
-        for name in ("bfloat16", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-    }
+_OF_NUMPY = (
+    *("bool", "float16", "float32", "float64", "complex64", "complex128"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
 )
 """Stored under their own names."""
+
+_OF_ML_DTYPES = ("bfloat16", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+"""The same; the package must be imported before numpy has them."""
 
 _RAW = MappingProxyType(
     {"complex32": 4, "bits16": 2, "qint32": 4}
@@ -78,18 +76,25 @@ _RAW = MappingProxyType(
 
 def names() -> tuple[str, ...]:
     """Return the names of all dtypes that can be stored."""
-    return (*_NATIVE, *_RAW)
+    return (*_OF_NUMPY, *_OF_ML_DTYPES, *_RAW)
 
 
 @functools.cache
 def stored(dtype_name: str) -> StoredDtype:
     """Return how `dtype_name` is stored; `StateError` if it is not a known dtype."""
-    if dtype_name in _NATIVE:
-        dtype = _NATIVE[dtype_name]
-        return StoredDtype(dtype_name, dtype, dtype.itemsize, raw=False)
+    if dtype_name in _OF_NUMPY:
+        return _native(dtype_name, np.dtype(dtype_name))
+    if dtype_name in _OF_ML_DTYPES:
+        import ml_dtypes  # here: the writer of a save that is not compressed writes bytes, and asks for no dtype
+
+        return _native(dtype_name, np.dtype(getattr(ml_dtypes, dtype_name)))
     if dtype_name in _RAW:
         return StoredDtype("uint8", np.dtype(np.uint8), _RAW[dtype_name], raw=True)
     raise StateError(f"tensors of dtype {dtype_name!r} cannot be stored; convert them to one of {', '.join(names())}")
+
+
+def _native(name: str, dtype: np.dtype[Any]) -> StoredDtype:
+    return StoredDtype(name, dtype, dtype.itemsize, raw=False)
 
 
 def torch_dtype(dtype_name: str) -> torch.dtype:
