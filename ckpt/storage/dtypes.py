@@ -26,14 +26,17 @@ __all__ = ["StoredDtype", "names", "stored", "torch_dtype", "torch_dtype_name"]
 class StoredDtype:
     """How one torch dtype is stored.
 
-    `numpy_dtype` is the dtype of the stored elements. If `raw`, these are ``uint8``, `itemsize` of them for each
-    element of the tensor.
+    If `raw`, the stored elements are ``uint8``, `itemsize` of them for each element of the tensor.
     """
 
     zarr_name: str
-    numpy_dtype: np.dtype[Any]
     itemsize: int
     raw: bool
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of the stored elements."""
+        return _numpy_dtype(self.zarr_name)
 
     @property
     def trailing(self) -> tuple[int, ...]:
@@ -43,6 +46,8 @@ class StoredDtype:
     @property
     def fill_value(self) -> bool | int | float | str | list[float]:
         """The JSON form of the element whose bytes are all zero."""
+        if self.zarr_name in _OF_ML_DTYPES:
+            return "0x00" if self.zarr_name == "float8_e8m0fnu" else 0.0  # it has no zero; these bits are 2**-127
         match self.numpy_dtype.kind:
             case "b":
                 return False
@@ -50,8 +55,6 @@ class StoredDtype:
                 return 0
             case "c":
                 return [0.0, 0.0]
-            case _ if self.zarr_name == "float8_e8m0fnu":
-                return "0x00"  # it has no zero; these bits are 2**-127
             case _:
                 return 0.0
 
@@ -62,8 +65,10 @@ _OF_NUMPY = (
 )
 """Stored under their own names."""
 
-_OF_ML_DTYPES = ("bfloat16", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-"""The same; the package must be imported before numpy has them."""
+_OF_ML_DTYPES = MappingProxyType(
+    {"bfloat16": 2} | dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1)
+)
+"""Stored under their own names: the number of bytes of an element."""
 
 _RAW = MappingProxyType(
     {"complex32": 4, "bits16": 2, "qint32": 4}
@@ -83,18 +88,21 @@ def names() -> tuple[str, ...]:
 def stored(dtype_name: str) -> StoredDtype:
     """Return how `dtype_name` is stored; `StateError` if it is not a known dtype."""
     if dtype_name in _OF_NUMPY:
-        return _native(dtype_name, np.dtype(dtype_name))
+        return StoredDtype(dtype_name, np.dtype(dtype_name).itemsize, raw=False)
     if dtype_name in _OF_ML_DTYPES:
-        import ml_dtypes  # here: the writer of a save that is not compressed writes bytes, and asks for no dtype
-
-        return _native(dtype_name, np.dtype(getattr(ml_dtypes, dtype_name)))
+        return StoredDtype(dtype_name, _OF_ML_DTYPES[dtype_name], raw=False)
     if dtype_name in _RAW:
-        return StoredDtype("uint8", np.dtype(np.uint8), _RAW[dtype_name], raw=True)
+        return StoredDtype("uint8", _RAW[dtype_name], raw=True)
     raise StateError(f"tensors of dtype {dtype_name!r} cannot be stored; convert them to one of {', '.join(names())}")
 
 
-def _native(name: str, dtype: np.dtype[Any]) -> StoredDtype:
-    return StoredDtype(name, dtype, dtype.itemsize, raw=False)
+@functools.cache
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if name in _OF_ML_DTYPES:
+        import ml_dtypes  # here: the writer of a save that is not compressed needs no more than sizes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
 
 
 def torch_dtype(dtype_name: str) -> torch.dtype:
