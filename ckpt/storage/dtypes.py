@@ -101,7 +101,8 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     if name in _OF_ML_DTYPES:
         import ml_dtypes  # here: the writer of a save that is not compressed needs no more than sizes
 
-        return np.dtype(getattr(ml_dtypes, name))
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return dtype
     return np.dtype(name)
 
 
