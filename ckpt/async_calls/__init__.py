@@ -7,15 +7,23 @@
 
 This package knows nothing of checkpoints. Start with `queue`, which finalizes calls, and `runner` below it, which runs
 them; `call` is one call from its `request` to its end, `writer` and `writer_main` are the two ends of a writer process.
+
+Names are imported when they are used: a writer, whose modules are of this package, needs none of the queue.
 """
 
-from ckpt.async_calls.call import CallTimer, RecoverableCall
-from ckpt.async_calls.caller import DistributedAsyncCaller
-from ckpt.async_calls.compatible import abort_nvrx_checkpoint
-from ckpt.async_calls.context import WriterContext, current
-from ckpt.async_calls.queue import AsyncCallsQueue
-from ckpt.async_calls.request import AsyncRequest
-from ckpt.async_calls.writer_config import WriterConfig
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.async_calls.call import CallTimer, RecoverableCall
+    from ckpt.async_calls.caller import DistributedAsyncCaller
+    from ckpt.async_calls.compatible import abort_nvrx_checkpoint
+    from ckpt.async_calls.context import WriterContext, current
+    from ckpt.async_calls.queue import AsyncCallsQueue
+    from ckpt.async_calls.request import AsyncRequest
+    from ckpt.async_calls.writer_config import WriterConfig
 
 __all__ = [
     "AsyncCallsQueue",
@@ -28,3 +36,25 @@ __all__ = [
     "abort_nvrx_checkpoint",
     "current",
 ]
+
+_LAZY = {
+    "CallTimer": "call",
+    "RecoverableCall": "call",
+    "DistributedAsyncCaller": "caller",
+    "abort_nvrx_checkpoint": "compatible",
+    "WriterContext": "context",
+    "current": "context",
+    "AsyncCallsQueue": "queue",
+    "AsyncRequest": "request",
+    "WriterConfig": "writer_config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -87,7 +87,7 @@ class _LayoutBuilder:
             tuple(self._to_compress),
             plan.index_bytes if self._rank == 0 else b"",
             tuple(plan.aliases.items()) if self._rank == 0 else (),
-            tuple((*where, container) for where, container in plan.containers.items()) if self._rank == 0 else (),
+            tuple((*where, each.to_document()) for where, each in plan.containers.items()) if self._rank == 0 else (),
             self._next,
             any(array.region is not None and array.number not in plan.apart for array in plan.index.arrays),
         )

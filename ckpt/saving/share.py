@@ -66,7 +66,7 @@ class PlanDocuments:
             "world_size": plan.world_size,
             "plan": plan.plan_digest,
             "aliases": [[list(path), list(target)] for path, target in plan.aliases],
-            "containers": [[list(path), rank, each.to_document()] for path, rank, each in plan.containers],
+            "containers": [[list(path), rank, document] for path, rank, document in plan.containers],
             "places": [[file.number, file.offset, file.nbytes] for file in plan.files],
         }
         return cls(encode_document(about), _uncompressed(plan.index))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import pickle
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,7 +30,6 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.pack_writers import ChunkToCompress
-from ckpt.values.containers import Container
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 
@@ -101,10 +100,10 @@ class WritePlan:
     """What a rank's writer does in every save of this structure.
 
     `to_compress` are the chunks, in the order of `inner_chunks`, if they are to be compressed; their offsets are those
-    in their file. `index` is the index of the step, as the coordinator writes it, `aliases` and `containers` (with the
-    rank that each belongs to, or None) are what its part says of the whole state; empty on other ranks. `slot_bytes` is
-    the room that all files need in a slot. With node-local files, `has_own_files` says whether any rank has some that
-    are not common.
+    in their file. `index` is the index of the step, as the coordinator writes it, `aliases` and `containers` (the
+    document of each, with the rank that it belongs to, or None) are what its part says of the whole state; empty on
+    other ranks. `slot_bytes` is the room that all files need in a slot. With node-local files, `has_own_files` says
+    whether any rank has some that are not common.
     """
 
     rank: int
@@ -115,7 +114,7 @@ class WritePlan:
     to_compress: tuple[ChunkToCompress, ...]
     index: bytes
     aliases: tuple[tuple[Path, Path], ...]
-    containers: tuple[tuple[Path, int | None, Container], ...]
+    containers: tuple[tuple[Path, int | None, Mapping[str, Any]], ...]
     slot_bytes: int
     has_own_files: bool = True
 

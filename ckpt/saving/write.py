@@ -306,7 +306,7 @@ class ShareWriter:
             "files": [[file.number, file.nbytes, file.crc32c] for file in written],
             "values": task.values,
             "aliases": [[list(path), list(target)] for path, target in plan.aliases],
-            "containers": [[list(path), rank, each.to_document()] for path, rank, each in plan.containers],
+            "containers": [[list(path), rank, document] for path, rank, document in plan.containers],
             "times": {**task.times, **times},
             **({"chunks": chunks} if chunks else {}),
             **database,

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from ckpt.errors import StateError
@@ -27,14 +26,17 @@ __all__ = ["StoredDtype", "names", "stored", "torch_dtype", "torch_dtype_name"]
 class StoredDtype:
     """How one torch dtype is stored.
 
-    `numpy_dtype` is the dtype of the stored elements. If `raw`, these are ``uint8``, `itemsize` of them for each
-    element of the tensor.
+    If `raw`, the stored elements are ``uint8``, `itemsize` of them for each element of the tensor.
     """
 
     zarr_name: str
-    numpy_dtype: np.dtype[Any]
     itemsize: int
     raw: bool
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of the stored elements."""
+        return _numpy_dtype(self.zarr_name)
 
     @property
     def trailing(self) -> tuple[int, ...]:
@@ -44,6 +46,8 @@ class StoredDtype:
     @property
     def fill_value(self) -> bool | int | float | str | list[float]:
         """The JSON form of the element whose bytes are all zero."""
+        if self.zarr_name in _OF_ML_DTYPES:
+            return "0x00" if self.zarr_name == "float8_e8m0fnu" else 0.0  # it has no zero; these bits are 2**-127
         match self.numpy_dtype.kind:
             case "b":
                 return False
@@ -51,21 +55,20 @@ class StoredDtype:
                 return 0
             case "c":
                 return [0.0, 0.0]
-            case _ if self.zarr_name == "float8_e8m0fnu":
-                return "0x00"  # it has no zero; these bits are 2**-127
             case _:
                 return 0.0
 
 
-_NATIVE = MappingProxyType(
-    {name: np.dtype(name) for name in ("bool", "float16", "float32", "float64", "complex64", "complex128")}
-    | {f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-    | {
-        name: np.dtype(getattr(ml_dtypes, name))
-        for name in ("bfloat16", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-    }
+_OF_NUMPY = (
+    *("bool", "float16", "float32", "float64", "complex64", "complex128"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
 )
 """Stored under their own names."""
+
+_OF_ML_DTYPES = MappingProxyType(
+    {"bfloat16": 2} | dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1)
+)
+"""Stored under their own names: the number of bytes of an element."""
 
 _RAW = MappingProxyType(
     {"complex32": 4, "bits16": 2, "qint32": 4}
@@ -78,18 +81,29 @@ _RAW = MappingProxyType(
 
 def names() -> tuple[str, ...]:
     """Return the names of all dtypes that can be stored."""
-    return (*_NATIVE, *_RAW)
+    return (*_OF_NUMPY, *_OF_ML_DTYPES, *_RAW)
 
 
 @functools.cache
 def stored(dtype_name: str) -> StoredDtype:
     """Return how `dtype_name` is stored; `StateError` if it is not a known dtype."""
-    if dtype_name in _NATIVE:
-        dtype = _NATIVE[dtype_name]
-        return StoredDtype(dtype_name, dtype, dtype.itemsize, raw=False)
+    if dtype_name in _OF_NUMPY:
+        return StoredDtype(dtype_name, np.dtype(dtype_name).itemsize, raw=False)
+    if dtype_name in _OF_ML_DTYPES:
+        return StoredDtype(dtype_name, _OF_ML_DTYPES[dtype_name], raw=False)
     if dtype_name in _RAW:
-        return StoredDtype("uint8", np.dtype(np.uint8), _RAW[dtype_name], raw=True)
+        return StoredDtype("uint8", _RAW[dtype_name], raw=True)
     raise StateError(f"tensors of dtype {dtype_name!r} cannot be stored; convert them to one of {', '.join(names())}")
+
+
+@functools.cache
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if name in _OF_ML_DTYPES:
+        import ml_dtypes  # here: the writer of a save that is not compressed needs no more than sizes
+
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return dtype
+    return np.dtype(name)
 
 
 def torch_dtype(dtype_name: str) -> torch.dtype:

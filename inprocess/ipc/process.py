@@ -6,13 +6,15 @@ import functools
 import os
 import select
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.interpreter import command_of
+
+if TYPE_CHECKING:
+    import subprocess
 
 __all__ = ["Process", "end_process", "has_ended", "start_module"]
 
@@ -102,6 +104,8 @@ def start_module(
     connected to /dev/null. `cwd` None leaves it in the current directory. OSError if it cannot be started,
     RuntimeError if no interpreter is known.
     """
+    import subprocess  # here: most processes that import this module, as a keeper and its workers, start none
+
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process: Any = subprocess.Popen(
         command_of(module, arguments),
@@ -119,6 +123,8 @@ def end_process(process: subprocess.Popen[bytes], deadline: Deadline) -> None:
 
     One that waits in the kernel for a file system that does not answer is left: it ends with that wait.
     """
+    import subprocess
+
     try:
         process.wait(deadline.left_s)
     except subprocess.TimeoutExpired:

@@ -93,6 +93,31 @@ if __name__ == "__main__":
     process.join()
     sys.exit(process.exitcode)
 """
+_SAVES = """
+import sys
+
+def note(path):
+    with open(path, "w") as file:
+        file.write("\\n".join(sorted(sys.modules)))
+
+def job(folder):
+    import torch, ckpt
+
+    state = {"w": torch.ones(300, dtype=torch.bfloat16), "lr": 0.1, "nested": [1, (2, 3)]}
+    with ckpt.Checkpointer(folder + "/root", keep=ckpt.Latest(1)) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state, step)
+        checkpointer.queue.schedule_async_request(ckpt.AsyncRequest(note, (folder + "/note",), []))
+        checkpointer.maybe_finalize(blocking=True)
+    print("done")
+"""
+# Each costs time before the first save is durable, and memory in every writer.
+_HEAVY = (
+    *("torch", "ml_dtypes", "tensorstore", "zarr", "obstore", "paramiko", "safetensors", "pyarrow", "psutil"),
+    *("argparse", "asyncio", "concurrent.futures.process", "decimal", "email", "fractions", "http", "logging.config"),
+    *("numpy.ma", "numpy.random", "numpy.testing", "ssl", "subprocess", "unittest", "urllib.request", "xml"),
+    *("ckpt.async_calls.queue", "ckpt.async_calls.writer", "ckpt.loading", "ckpt.planning", "ckpt.values"),
+)
 _C_LOCALE = {"LC_ALL": "C"}
 _ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 _EVERYTHING = {"EVERYTHING": "1"}
@@ -143,6 +168,14 @@ def test_zip_application(tmp_path: Path) -> None:
         archive.writestr("__main__.py", _DIRECT)
         archive.writestr("job.py", _JOB)
     _run(tmp_path, [str(tmp_path / "app.pyz")], cwd=Path("/"))
+
+
+def test_a_writer_that_saves_into_a_directory_is_without_heavy_packages(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(_SAVES)
+    _run(tmp_path, ["-c", _DIRECT])
+    loaded = (tmp_path / "\u00f6ut" / "note").read_text().split()
+    assert "ckpt.saving.write" in loaded
+    assert not [name for name in _HEAVY if name in loaded]
 
 
 def test_path_that_changes_after_the_writer_was_started(tmp_path: Path) -> None:
