@@ -24,6 +24,7 @@ from tests.docs.blocks import REPOSITORY, Block, Runner, blocks_of, commands_of,
 from tests.support import run_ranks
 from tests.support.object_server import S3Server
 from tests.support.orbax_checkpoints import is_orbax_installed, write_with_orbax
+from tests.support.saves import save_here
 from tests.support.selection import FULL
 
 _FOLDERS = ("docs", "docs/operations")
@@ -46,7 +47,7 @@ def _save_four_steps(rank: int, world_size: int, root: str) -> None:
     state = {"model": model, "optimizer": optimizer, "rng": ckpt.RngState()}
     with ckpt.Checkpointer(root) as checkpointer:
         for step in (3, 6, 9, 12):
-            checkpointer.save(state, step)
+            save_here(checkpointer, state, step)
 
 
 def _for_readme(folder: Path) -> dict[str, Any]:
@@ -58,10 +59,10 @@ def _for_guide(folder: Path) -> dict[str, Any]:
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     with ckpt.Checkpointer(folder / "run7") as checkpointer:
         for step in (10, 20, 30):
-            checkpointer.save(state, step)
+            save_here(checkpointer, state, step)
     with ckpt.Checkpointer(folder / "run7") as checkpointer:
         checkpointer.restore(state, step=20)
-        checkpointer.save(state, 40)
+        save_here(checkpointer, state, 40)
     _foreign_files(folder, state)
     return {
         "ckpt": ckpt,
@@ -78,7 +79,7 @@ def _for_guide(folder: Path) -> dict[str, Any]:
 
 def _foreign_files(folder: Path, state: dict[str, Any]) -> None:
     with ckpt.Checkpointer(folder / "runs" / "lm") as checkpointer:
-        checkpointer.save(state, 100)
+        save_here(checkpointer, state, 100)
     tensors = state["model"].state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about saving with a single process
@@ -100,7 +101,7 @@ def _for_migrating(folder: Path) -> dict[str, Any]:
 
 def _for_format(folder: Path) -> dict[str, Any]:
     with ckpt.Checkpointer(folder / "run7") as checkpointer:
-        checkpointer.save({"model": {"embed.weight": torch.ones(3000, 3)}, "small": torch.ones(2)}, 100)
+        save_here(checkpointer, {"model": {"embed.weight": torch.ones(3000, 3)}, "small": torch.ones(2)}, 100)
     return {}
 
 

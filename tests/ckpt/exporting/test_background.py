@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from ckpt.events import ExportDone
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.storage.step_source import HeldStep
 from tests.support import LeakCheck, is_gone, run_ranks
+from tests.support.template import quick_python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -254,7 +254,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_output_of_a_trainer_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads it, as `tee` or a launcher, does not wait for the export, which ends by itself."""
     go = gate(monkeypatch, tmp_path, "ckpt.formats.torch_file", "ckpt-export")
-    command = [sys.executable, "-c", _TRAINER, str(tmp_path / "root"), str(tmp_path / "out")]
+    command = [quick_python(), "-c", _TRAINER, str(tmp_path / "root"), str(tmp_path / "out")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as trainer:
         try:
             output, _ = trainer.communicate(timeout=40)  # until all have closed it

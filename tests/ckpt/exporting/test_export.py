@@ -9,7 +9,6 @@ import subprocess
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +20,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt import AsyncCallsQueue, Checkpointer, PerRank
+from ckpt import Checkpointer, PerRank
 from ckpt.exporting import selection
+from tests.support.saves import save_here
 from tests.support.template import quick_python
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # DCP warns that it runs in one process
@@ -31,12 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # DCP wa
 class Point(NamedTuple):
     x: Any
     y: Any
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as queue:
-        yield queue
 
 
 def trained() -> dict[str, Any]:
@@ -64,9 +58,9 @@ def nested() -> dict[str, Any]:
     }
 
 
-def save(root: Path, queue: AsyncCallsQueue, state: Any, step: int = 0) -> Path:
-    with Checkpointer(root, queue=queue, staging=ckpt.Staging(file_bytes=4096, inner_bytes=256)) as checkpointer:
-        checkpointer.save(state, step)
+def save(root: Path, state: Any, step: int = 0) -> Path:
+    with Checkpointer(root, staging=ckpt.Staging(file_bytes=4096, inner_bytes=256)) as checkpointer:
+        save_here(checkpointer, state, step)
     return root
 
 
@@ -87,12 +81,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("block_bytes", [100, 1 << 24])
-def test_torch_loads_the_nested_state(
-    tmp_path: Path, queue: AsyncCallsQueue, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
+def test_torch_loads_the_nested_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
     monkeypatch.setattr(selection, "_BLOCK_BYTES", block_bytes)
     state = nested()
-    save(tmp_path / "root", queue, state)
+    save(tmp_path / "root", state)
     exported = ckpt.export(tmp_path / "root", tmp_path / "a.pt", "torch", verify=True)
     assert (exported.files, exported.left_out, exported.notes) == (["a.pt"], [], [])
     for mapped in (False, True):
@@ -103,9 +95,9 @@ def test_torch_loads_the_nested_state(
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "root"]
 
 
-def test_an_optimizer_loads_its_state_from_a_torch_file(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_an_optimizer_loads_its_state_from_a_torch_file(tmp_path: Path) -> None:
     state = trained()
-    save(tmp_path / "root", queue, state)
+    save(tmp_path / "root", state)
     ckpt.export(tmp_path / "root", tmp_path / "a.pt", "torch")
     loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     fresh = trained()
@@ -117,7 +109,7 @@ def test_an_optimizer_loads_its_state_from_a_torch_file(tmp_path: Path, queue: A
     fresh["model"].load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
 
 
-def test_what_torch_does_not_load_without_code(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_what_torch_does_not_load_without_code(tmp_path: Path) -> None:
     state = {
         "point": Point(torch.ones(2), 3),
         "queue": deque([torch.ones(1)], 5),
@@ -126,7 +118,7 @@ def test_what_torch_does_not_load_without_code(tmp_path: Path, queue: AsyncCalls
         "own": PerRank([torch.ones(4), 8]),
         "mixed": [PerRank(1), torch.ones(3)],
     }
-    save(tmp_path / "root", queue, state)
+    save(tmp_path / "root", state)
     exported = ckpt.export(tmp_path / "root", tmp_path / "a.pt", "torch", verify=True)
     assert exported.left_out == ["args/when", "path"]
     assert len(exported.notes) == 3
@@ -139,8 +131,8 @@ def test_what_torch_does_not_load_without_code(tmp_path: Path, queue: AsyncCalls
     assert (loaded["own.1@rank0"], loaded["mixed.0@rank0"]) == (8, 1)
 
 
-def test_a_part_of_a_list(tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    save(tmp_path / "root", queue, [torch.zeros(1), torch.ones(1), torch.ones(2), PerRank(torch.ones(3))])
+def test_a_part_of_a_list(tmp_path: Path) -> None:
+    save(tmp_path / "root", [torch.zeros(1), torch.ones(1), torch.ones(2), PerRank(torch.ones(3))])
     ckpt.export(tmp_path / "root", tmp_path / "a.pt", "torch", filter=["1", "2"])
     assert same(torch.load(tmp_path / "a.pt", weights_only=True), [None, torch.ones(1), torch.ones(2)])
     ckpt.export(tmp_path / "root", tmp_path / "b.pt", "torch", exclude="2")
@@ -148,9 +140,9 @@ def test_a_part_of_a_list(tmp_path: Path, queue: AsyncCallsQueue) -> None:
     assert same(loaded, {0: torch.zeros(1), 1: torch.ones(1), "3@rank0": torch.ones(3)})
 
 
-def test_dtype_in_a_torch_file(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_dtype_in_a_torch_file(tmp_path: Path) -> None:
     state = {"w": torch.tensor([1.0, 1e30]), "n": torch.arange(3)}
-    save(tmp_path / "root", queue, state)
+    save(tmp_path / "root", state)
     exported = ckpt.export(tmp_path / "root", tmp_path / "a.pt", "torch", dtype=torch.float16, verify=True)
     assert exported.became_inf == {"w": 1}
     assert same(torch.load(tmp_path / "a.pt", weights_only=True), {"w": state["w"].half(), "n": torch.arange(3)})
@@ -176,11 +168,11 @@ def tiny_llama(tie: bool) -> Any:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("tie", [True, False])
-def test_transformers_opens_the_directory(tmp_path: Path, queue: AsyncCallsQueue, tie: bool) -> None:
+def test_transformers_opens_the_directory(tmp_path: Path, tie: bool) -> None:
     model = tiny_llama(tie)
     import transformers
 
-    save(tmp_path / "root", queue, {"model": model, "step": 3})
+    save(tmp_path / "root", {"model": model, "step": 3})
     exported = ckpt.export(
         tmp_path / "root", tmp_path / "hf", "hf", config=model.config, max_shard_size="40kB", verify=True
     )
@@ -208,8 +200,8 @@ class _HasDict:
         return {"from": "to_dict"}
 
 
-def test_where_a_configuration_comes_from(tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    save(tmp_path / "root", queue, {"model": {"w": torch.ones(3)}})
+def test_where_a_configuration_comes_from(tmp_path: Path) -> None:
+    save(tmp_path / "root", {"model": {"w": torch.ones(3)}})
     (tmp_path / "base").mkdir()
     for name in ("config.json", "merges.txt", "model.safetensors.index.json", "model.safetensors"):
         (tmp_path / "base" / name).write_text('{"from": "directory"}')
@@ -243,9 +235,9 @@ def test_an_invalid_configuration(tmp_path: Path, config: Any, error: type[Excep
 # -- other formats -----------------------------------------------------------------------------------------------------
 
 
-def test_torch_distributed_loads_the_directory(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_torch_distributed_loads_the_directory(tmp_path: Path) -> None:
     state = trained()
-    save(tmp_path / "root", queue, state)
+    save(tmp_path / "root", state)
     ckpt.export(tmp_path / "root", tmp_path / "dcp", "dcp", verify=True)
     loaded = {"model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].state_dict().items()}}
     loaded |= {"step": 0, "note": ""}
@@ -259,16 +251,16 @@ def test_torch_distributed_loads_the_directory(tmp_path: Path, queue: AsyncCalls
 
 
 @pytest.mark.parametrize("prefix", ["model/module", "model.module", "model/module/", "model.module.0"])
-def test_a_prefix_may_end_within_a_key(tmp_path: Path, queue: AsyncCallsQueue, prefix: str) -> None:
-    save(tmp_path / "root", queue, {"model": {"module.0.w": torch.ones(3)}, "module": {"w": torch.ones(1)}})
+def test_a_prefix_may_end_within_a_key(tmp_path: Path, prefix: str) -> None:
+    save(tmp_path / "root", {"model": {"module.0.w": torch.ones(3)}, "module": {"w": torch.ones(1)}})
     ckpt.export(tmp_path / "root", tmp_path / "out", prefix=prefix)
     name = "w" if prefix.endswith("0") else "0.w"
     assert same(load_file(tmp_path / "out" / "model.safetensors"), {name: torch.ones(3)})
 
 
-def test_a_step_of_a_root_and_progress(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_a_step_of_a_root_and_progress(tmp_path: Path) -> None:
     for step in (1, 2):
-        save(tmp_path / "root", queue, {"w": torch.full((1000,), float(step))}, step)
+        save(tmp_path / "root", {"w": torch.full((1000,), float(step))}, step)
     seen: list[tuple[int, int]] = []
     exported = ckpt.export(
         tmp_path / "root", tmp_path / "a", step=1, verify=True, progress=lambda done, total: seen.append((done, total))
@@ -293,18 +285,16 @@ def test_a_step_of_a_root_and_progress(tmp_path: Path, queue: AsyncCallsQueue) -
         ({"exclude": "*"}, ckpt.ConversionError, "no tensor"),
     ],
 )
-def test_invalid_arguments(
-    tmp_path: Path, queue: AsyncCallsQueue, arguments: dict[str, Any], error: type[Exception], says: str
-) -> None:
-    save(tmp_path / "root", queue, {"weights": {"w": torch.ones(3)}})
+def test_invalid_arguments(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    save(tmp_path / "root", {"weights": {"w": torch.ones(3)}})
     with pytest.raises(error, match=says):
         ckpt.export(tmp_path / "root", tmp_path / "out", **arguments)
     assert os.listdir(tmp_path) == ["root"]
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
-def test_what_is_there_is_not_touched(tmp_path: Path, queue: AsyncCallsQueue, form: Any) -> None:
-    save(tmp_path / "root", queue, {"w": torch.ones(3)})
+def test_what_is_there_is_not_touched(tmp_path: Path, form: Any) -> None:
+    save(tmp_path / "root", {"w": torch.ones(3)})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
     for target in ("full", "full/mine", "root/step_00000000/x", "no/where"):
@@ -315,8 +305,8 @@ def test_what_is_there_is_not_touched(tmp_path: Path, queue: AsyncCallsQueue, fo
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
-def test_a_damaged_step_leaves_nothing(tmp_path: Path, queue: AsyncCallsQueue, form: Any) -> None:
-    save(tmp_path / "root", queue, {"v": torch.ones(9), "w": torch.arange(5000.0)})
+def test_a_damaged_step_leaves_nothing(tmp_path: Path, form: Any) -> None:
+    save(tmp_path / "root", {"v": torch.ones(9), "w": torch.arange(5000.0)})
     (file,) = (tmp_path / "root" / "step_00000000" / "packs" / "000").glob("rank_00000_000")
     content = np.fromfile(file, np.uint8)
     content[-3000] ^= 1
@@ -326,8 +316,8 @@ def test_a_damaged_step_leaves_nothing(tmp_path: Path, queue: AsyncCallsQueue, f
     assert os.listdir(tmp_path) == ["root"]
 
 
-def test_a_difference_is_found(tmp_path: Path, queue: AsyncCallsQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "root", queue, {"w": torch.arange(5000.0)})
+def test_a_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "root", {"w": torch.arange(5000.0)})
     from ckpt.exporting import writers as module
 
     written = module.write_safetensors
@@ -363,8 +353,8 @@ ckpt.export(root, target, form, progress=progress)
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
 @pytest.mark.parametrize("where", ["data", "sync_files"])
-def test_kill_9(tmp_path: Path, queue: AsyncCallsQueue, form: str, where: str) -> None:
-    save(tmp_path / "root", queue, {f"w{number}": torch.full((1000,), number) for number in range(4)})
+def test_kill_9(tmp_path: Path, form: str, where: str) -> None:
+    save(tmp_path / "root", {f"w{number}": torch.full((1000,), number) for number in range(4)})
     (tmp_path / "out").mkdir()
     target = tmp_path / "out" / "new"
     command = [quick_python(), "-c", _KILLED, str(tmp_path / "root"), str(target), form, where]

@@ -44,6 +44,7 @@ from ckpt.storage.stores.memory import MemoryStore
 from ckpt.validation import validate
 from tests.ckpt.fuzz.mutations import put, without_checksum
 from tests.ckpt.fuzz.states import every_type
+from tests.support.saves import save_here
 from tools.inspect_ckpt.__main__ import main as inspect_ckpt
 
 _DEADLINE_S = 60.0  # wall time, on a machine that may be busy
@@ -224,7 +225,7 @@ def _documents(folder: Path) -> Iterator[Document]:
         root = folder / layout
         staging = ckpt.Staging(file_bytes=2048, inner_bytes=512, compression=compression)
         with ckpt.Checkpointer(root, staging=staging) as checkpointer:
-            checkpointer.save(every_type(), 3, metrics={"loss": 0.5})
+            save_here(checkpointer, every_type(), 3, metrics={"loss": 0.5})
         step = root / "step_00000003"
         for name in ("zarr.json", "index.json", "state.json", "parts/000/rank_00000.json", "intent.json"):
             if layout == "plain" or name in ("index.json", "parts/000/rank_00000.json"):

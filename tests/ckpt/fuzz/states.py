@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt import Checkpointer, PerRank, Staging
 from tests.ckpt.interop import states
+from tests.support.saves import save_here
 
 __all__ = ["LAYOUTS", "every_type", "save_all", "state"]
 
@@ -71,4 +72,4 @@ def every_type() -> dict[str, Any]:
 def save_all(rank: int, world_size: int, folder: Path) -> None:
     for name, options in LAYOUTS.items():
         with Checkpointer(folder / name, staging=Staging(inner_bytes=512, **options)) as checkpointer:
-            checkpointer.save(state(rank, world_size), 4)
+            save_here(checkpointer, state(rank, world_size), 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import AsyncCallsQueue, CheckpointCorruptError, Checkpointer
+from ckpt import CheckpointCorruptError, Checkpointer
 from ckpt.native import crc32c
 from ckpt.storage.documents import decode_document, decode_root, encode_document
 from ckpt.validation import validate
 from tests.ckpt.validation.forgery import reseal_root
+from tests.support.saves import save_here
 from tools.inspect_ckpt.__main__ import main
 
 SIZES = {"file_bytes": 2048, "inner_bytes": 512}
@@ -36,15 +37,14 @@ def _state(value: float) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, AsyncCallsQueue]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    with AsyncCallsQueue() as queue:
-        for name, compression in (("plain", None), ("zstd", "zstd")):
-            staging = ckpt.Staging(compression=compression, **SIZES)
-            with Checkpointer(folder / name, queue=queue, staging=staging) as checkpointer:
-                checkpointer.save(_state(1.0), 1)
-                checkpointer.save(_state(2.0), 2)
-        yield folder, queue
+    for name, compression in (("plain", None), ("zstd", "zstd")):
+        staging = ckpt.Staging(compression=compression, **SIZES)
+        with Checkpointer(folder / name, staging=staging) as checkpointer:
+            save_here(checkpointer, _state(1.0), 1)
+            save_here(checkpointer, _state(2.0), 2)
+    return folder
 
 
 Change = Callable[[Path], None]
@@ -217,17 +217,16 @@ def _read_all(step: Path) -> None:
     ],
 )
 def test_whoever_reads_it_says_damaged(
-    saved: tuple[Path, AsyncCallsQueue], tmp_path: Path, name: str, compression: str, capsys: pytest.CaptureFixture[str]
+    saved: Path, tmp_path: Path, name: str, compression: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, queue = saved
     root = tmp_path / "root"
-    shutil.copytree(folder / compression, root)
+    shutil.copytree(saved / compression, root)
     step = root / "step_00000002"
     CHANGES[name](step)
     with pytest.raises(CheckpointCorruptError, match="step_00000002"):
         _read_all(step)
     assert not validate(str(step)).restorable
-    with Checkpointer(root, queue=queue) as checkpointer:
+    with Checkpointer(root) as checkpointer:
         state = _state(0.0)
         assert checkpointer.restore(state) == 1
         assert str(state) == str(_state(1.0))
@@ -240,9 +239,9 @@ def test_whoever_reads_it_says_damaged(
     assert "Traceback" not in out + err
 
 
-def test_boxes_that_tile_the_tensor(saved: tuple[Path, AsyncCallsQueue], tmp_path: Path) -> None:
+def test_boxes_that_tile_the_tensor(saved: Path, tmp_path: Path) -> None:
     """The cases above are rejected because of the overlap and the gap."""
-    shutil.copytree(saved[0] / "plain" / "step_00000002", tmp_path / "step_00000002")
+    shutil.copytree(saved / "plain" / "step_00000002", tmp_path / "step_00000002")
     two_boxes(32, 0)(tmp_path / "step_00000002")
     opened = ckpt.open(tmp_path / "step_00000002")
     state = _state(2.0)

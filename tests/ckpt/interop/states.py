@@ -24,6 +24,7 @@ from torch import nn
 from ckpt import Checkpointer, PerRank, Staging, Unregistered
 from ckpt.storage import dtypes
 from tests.support import layouts
+from tests.support.saves import save_here
 
 __all__ = ["DTYPES", "bytes_of", "many_dtypes", "save_layouts", "save_many_dtypes"]
 
@@ -68,7 +69,7 @@ def save_many_dtypes(rank: int, world_size: int, folder: Path) -> None:
     layouts = {"plain": _SMALL, "zstd": replace(_SMALL, compression="zstd"), "large": Staging()}
     for name, staging in layouts.items():
         with Checkpointer(folder / name, staging=staging) as checkpointer:
-            checkpointer.save(state, 5)
+            save_here(checkpointer, state, 5)
 
 
 def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | int, ...], tuple[str, list[int], bytes]]:
@@ -84,7 +85,7 @@ def save_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str | i
     file.seek(2)
     state["file"] = file
     with Checkpointer(folder / "layouts", staging=Staging(inner_bytes=512, file_bytes=8192)) as checkpointer:
-        checkpointer.save(state, 12)
+        save_here(checkpointer, state, 12)
     return {path: _whole(tensor) for path, tensor in _tensors(state)}
 
 

@@ -26,6 +26,7 @@ from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.interop import states
 from tests.ckpt.interop.by_hand import WORLD_SIZE, layouts, write_step
 from tests.ckpt.interop.conftest import Saved
+from tests.support.saves import save_here
 
 RANGES: list[tuple[ByteRequest | None, slice]] = [
     (None, slice(None)),
@@ -42,7 +43,7 @@ def one(tmp_path: Path) -> Path:
     """Return a root with step 5, which has a tensor of several shards."""
     with ckpt.Checkpointer(tmp_path / "run", staging=ckpt.Staging(inner_bytes=1000)) as checkpointer:
         state = {"model": {"weight": torch.arange(6000.0).reshape(60, 100)}, "lr": 0.1}
-        checkpointer.save_request(state, 5).execute_sync()
+        save_here(checkpointer, state, 5)
     return tmp_path / "run"
 
 
@@ -222,7 +223,7 @@ def test_a_step_that_is_removed_is_an_error(one: Path, replaced: bool) -> None:
         (one / "step_00000005").rename(one / "gone")
         if replaced:
             with ckpt.Checkpointer(one, staging=ckpt.Staging(inner_bytes=1000)) as checkpointer:
-                checkpointer.save({"model": {"weight": torch.zeros(60, 100)}, "lr": 0.1}, 5)
+                save_here(checkpointer, {"model": {"weight": torch.zeros(60, 100)}, "lr": 0.1}, 5)
         with pytest.raises(ckpt.CheckpointNotFoundError, match="removed or replaced"):
             array[0, 1]
 
@@ -237,7 +238,7 @@ def test_a_copy_opens_the_same_step(one: Path) -> None:
         copy.close()
     (one / "step_00000005").rename(one / "gone")
     with ckpt.Checkpointer(one) as checkpointer:
-        checkpointer.save({"other": torch.zeros(3)}, 5)
+        save_here(checkpointer, {"other": torch.zeros(3)}, 5)
     with pytest.raises(ckpt.CheckpointNotFoundError, match="replaced"):
         pickle.loads(data)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ckpt import Checkpointer, Staging
+from tests.support.saves import save_here
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -19,7 +20,7 @@ def test_more_than_is_read_at_once(tmp_path: Path, compression: str | None) -> N
     state = {name: torch.randint(9, shape, generator=generator).to(torch.complex64) for name, shape in shapes.items()}
     state |= {"plain": torch.randn(100, 3)}
     with Checkpointer(tmp_path, staging=Staging(compression=compression)) as checkpointer:
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
     target = {name: torch.zeros(shape, dtype=torch.complex64).conj() for name, shape in shapes.items()}
     target |= {"plain": torch.zeros(100, 3)}
     with Checkpointer(tmp_path, staging=Staging(compression=compression)) as checkpointer:

@@ -15,14 +15,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckpt import AsyncCallsQueue, Checkpointer, StateMismatchError
+from ckpt import Checkpointer, StateMismatchError
 from tests.support import run_ranks
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as queue:
-        yield queue
+from tests.support.saves import save_here
 
 
 class Container(torch.optim.Optimizer):
@@ -107,12 +102,10 @@ def _train(parts: nn.ModuleList, container: Container, steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("kind", [Container, Initialized])
-def test_training_goes_on_bit_for_bit(
-    queue: AsyncCallsQueue, tmp_path: Path, kind: type[Container], steps: int
-) -> None:
+def test_training_goes_on_bit_for_bit(tmp_path: Path, kind: type[Container], steps: int) -> None:
     parts, container = _build(kind, 1, 3)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"model": parts, "optimizer": container}, 3)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"model": parts, "optimizer": container}, 3)
         others, other = _build(kind, 2, steps)
         checkpointer.restore({"model": others, "optimizer": other})
     assert str(other.state_dict()) == str(container.state_dict())
@@ -123,12 +116,10 @@ def test_training_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("kind", [Container, Initialized])
-def test_state_of_other_shapes_is_refused_or_left_out_as_a_whole(
-    queue: AsyncCallsQueue, tmp_path: Path, kind: type[Container]
-) -> None:
+def test_state_of_other_shapes_is_refused_or_left_out_as_a_whole(tmp_path: Path, kind: type[Container]) -> None:
     parts, container = _build(kind, 1, 3)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"model": parts, "optimizer": container}, 3)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"model": parts, "optimizer": container}, 3)
         others, other = _build(kind, 2, 1, width=6)
         state = {"model": others, "optimizer": other}
         before = f"{others.state_dict()} {other.state_dict()}"
@@ -143,10 +134,10 @@ def test_state_of_other_shapes_is_refused_or_left_out_as_a_whole(
     _train(others, other, 1)
 
 
-def test_a_container_that_never_stepped_is_restored_into_one_like_it(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+def test_a_container_that_never_stepped_is_restored_into_one_like_it(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
         _, container = _build(Container, 1, 0)
-        checkpointer.save({"optimizer": container}, 1)
+        save_here(checkpointer, {"optimizer": container}, 1)
         _, other = _build(Container, 2, 0)
         checkpointer.restore({"optimizer": other})
         assert other.state_dict() == container.state_dict()
@@ -169,7 +160,7 @@ def _sharded(rank: int, world_size: int, root: Path) -> None:
     for kind in (Container, Initialized):
         parts, container = make(1, kind, 2)
         with Checkpointer(root / kind.__name__) as checkpointer:
-            checkpointer.save({"model": parts, "optimizer": container}, 2)
+            save_here(checkpointer, {"model": parts, "optimizer": container}, 2)
             others, other = make(2, kind, 0)
             checkpointer.restore({"model": others, "optimizer": other})
         for number in (0, 1):

@@ -14,6 +14,7 @@ import torch
 import ckpt
 from ckpt import Checkpointer, CheckpointNotFoundError, PerRank
 from tests.support import layouts, run_ranks
+from tests.support.saves import save_here
 
 _WITHOUT_TORCH = """
 import sys
@@ -77,7 +78,7 @@ def _state(step: int) -> dict[str, Any]:
 def test_a_process_without_torch_reads_tensors_by_name(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, staging=ckpt.Staging(inner_bytes=1024, file_bytes=4096)) as checkpointer:
         for step in (1, 2):
-            checkpointer.save_request(_state(step), step).execute_sync()
+            save_here(checkpointer, _state(step), step)
     command = [sys.executable, "-W", "error", "-c", _WITHOUT_TORCH, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert result.returncode == 0, result.stderr
@@ -85,7 +86,7 @@ def test_a_process_without_torch_reads_tensors_by_name(tmp_path: Path) -> None:
 
 def _save_layouts(rank: int, world_size: int, root: Path) -> None:
     with Checkpointer(root, staging=ckpt.Staging(file_bytes=2048, inner_bytes=512)) as checkpointer:
-        checkpointer.save(layouts.build(world_size), 1)
+        save_here(checkpointer, layouts.build(world_size), 1)
 
 
 def test_shards_of_all_ranks_are_one_array(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, what: str) -> None:
 
 def test_keys_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "root") as checkpointer:
-        checkpointer.save_request({"t": torch.ones(3, 4)}, 1).execute_sync()
+        save_here(checkpointer, {"t": torch.ones(3, 4)}, 1)
     keys: list[Any] = [[0, 1], np.array([0, 1]), None, True, "a", np.s_[::2], np.s_[..., [0]]]
     with ckpt.open(tmp_path / "root") as opened:
         for key in keys:

@@ -21,6 +21,7 @@ from ckpt import (
     StorageError,
 )
 from tests.support import layouts, run_ranks
+from tests.support.saves import save_here
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -52,8 +53,8 @@ def _state() -> dict[str, Any]:
 def root(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     with Checkpointer(tmp_path / "root") as checkpointer:
-        checkpointer.save_request(_state(), 1).execute_sync()
-        checkpointer.save_request({"model": torch.nn.Linear(1, 1)}, 2).execute_sync()
+        save_here(checkpointer, _state(), 1)
+        save_here(checkpointer, {"model": torch.nn.Linear(1, 1)}, 2)
     return tmp_path / "root"
 
 
@@ -121,7 +122,7 @@ def test_the_newest_step_a_prefix_and_the_directory_of_a_step(root: Path) -> Non
 
 def test_a_prefix_that_names_two_places_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "root") as checkpointer:
-        checkpointer.save_request({"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}, 1).execute_sync()
+        save_here(checkpointer, {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}, 1)
     with pytest.raises(ckpt.StateMismatchError, match="several places"):
         ckpt.load(tmp_path / "root", prefix="a/b")
 
@@ -172,7 +173,7 @@ def test_damaged_bytes_are_found(root: Path) -> None:
 
 def _save(rank: int, world_size: int, root: Path) -> None:
     with Checkpointer(root) as checkpointer:
-        checkpointer.save({"layouts": layouts.build(world_size), "rank": PerRank([rank, torch.tensor(rank)])}, 5)
+        save_here(checkpointer, {"layouts": layouts.build(world_size), "rank": PerRank([rank, torch.tensor(rank)])}, 5)
 
 
 def test_what_several_ranks_saved_is_loaded_whole(tmp_path: Path) -> None:

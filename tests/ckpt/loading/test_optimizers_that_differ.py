@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,12 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
-from ckpt import AsyncCallsQueue, Checkpointer, StateMismatchError
+from ckpt import Checkpointer, StateMismatchError
 from tests.ckpt.loading.optimizer_training import model_of, same, train
 from tests.support import run_ranks
+from tests.support.saves import save_here
 
 _Build = Callable[[int], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as queue:
-        yield queue
 
 
 def _built(make: Callable[[nn.Module], torch.optim.Optimizer], steps: int, frozen: tuple[int, ...] = ()) -> Any:
@@ -66,11 +61,11 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("case", list(CASES))
-def test_state_is_removed_and_made(queue: AsyncCallsQueue, tmp_path: Path, case: str, strict: bool) -> None:
+def test_state_is_removed_and_made(tmp_path: Path, case: str, strict: bool) -> None:
     saved, running = CASES[case]
     model, optimizer = _built(*saved)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"model": model, "optimizer": optimizer}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"model": model, "optimizer": optimizer}, 1)
         ours, theirs = _built(*running), _loaded(model, optimizer, _built(*running))
         checkpointer.restore({"model": ours[0], "optimizer": ours[1]}, strict=strict)
         report = checkpointer.last_restore
@@ -97,16 +92,14 @@ def test_a_fault_before_the_first_save_that_has_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stepped", [True, False])
-def test_a_rate_that_is_a_tensor_in_one_and_a_number_in_the_other(
-    queue: AsyncCallsQueue, tmp_path: Path, stepped: bool
-) -> None:
+def test_a_rate_that_is_a_tensor_in_one_and_a_number_in_the_other(tmp_path: Path, stepped: bool) -> None:
     def make(rate: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
         return lambda model: torch.optim.Adam(model.parameters(), lr=rate)
 
     for step, (saved, running) in enumerate([(torch.tensor(0.02), 0.5), (0.02, torch.tensor(0.5))], 1):
         model, optimizer = _built(make(saved), 2)
-        with Checkpointer(tmp_path, queue=queue) as checkpointer:
-            checkpointer.save({"model": model, "optimizer": optimizer}, step)
+        with Checkpointer(tmp_path) as checkpointer:
+            save_here(checkpointer, {"model": model, "optimizer": optimizer}, step)
             steps = 3 if stepped else 0
             ours, theirs = _built(make(running), steps), _loaded(model, optimizer, _built(make(running), steps))
             checkpointer.restore({"model": ours[0], "optimizer": ours[1]}, step)
@@ -116,9 +109,7 @@ def test_a_rate_that_is_a_tensor_in_one_and_a_number_in_the_other(
         assert same(ours[1].state_dict(), theirs[1].state_dict())
 
 
-def test_state_that_shares_memory_with_a_parameter_gets_memory_of_its_own(
-    queue: AsyncCallsQueue, tmp_path: Path
-) -> None:
+def test_state_that_shares_memory_with_a_parameter_gets_memory_of_its_own(tmp_path: Path) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -126,8 +117,8 @@ def test_state_that_shares_memory_with_a_parameter_gets_memory_of_its_own(
     weight = model[0].weight
     optimizer.state[weight]["anchor"] = torch.full_like(weight, 7)
     running.state[other[0].weight]["anchor"] = other[0].weight.detach()
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"optimizer": optimizer, "model": model}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"optimizer": optimizer, "model": model}, 1)
         checkpointer.restore({"optimizer": running, "model": other})
     assert torch.equal(other[0].weight, weight)
     assert running.state[other[0].weight]["anchor"].eq(7).all()
@@ -155,7 +146,7 @@ _CHANGES = [_one_cycle, _averaged, _named, lambda optimizer: None]
 @pytest.mark.parametrize("before", _CHANGES)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_options_that_schedulers_and_programs_add_do_not_matter(
-    queue: AsyncCallsQueue, tmp_path: Path, kind: Any, before: Any, after: Any
+    tmp_path: Path, kind: Any, before: Any, after: Any
 ) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return kind(model.parameters(), lr=0.01, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
@@ -163,8 +154,8 @@ def test_options_that_schedulers_and_programs_add_do_not_matter(
     model, optimizer = _built(make, 0)
     before(optimizer)
     train(model, optimizer, range(2))
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"m": model, "o": optimizer}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"m": model, "o": optimizer}, 1)
         ours, theirs, moments = _built(make, 3), _built(make, 3), _built(make, 3)
         for _, each in (ours, theirs, moments):
             after(each)
@@ -187,13 +178,13 @@ class _Other(torch.optim.SGD):
     pass
 
 
-def test_the_class_decides_whether_an_optimizer_is_of_another_kind(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_the_class_decides_whether_an_optimizer_is_of_another_kind(tmp_path: Path) -> None:
     def make(kind: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
         return lambda model: kind(model.parameters(), lr=0.01)
 
     model, optimizer = _built(make(_One), 2)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"m": model, "o": optimizer}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"m": model, "o": optimizer}, 1)
         for kind in (_One, torch.optim.SGD):
             other, running = _built(make(kind), 0)
             checkpointer.restore({"m": other, "o": running})
@@ -206,13 +197,11 @@ def test_the_class_decides_whether_an_optimizer_is_of_another_kind(queue: AsyncC
 
 
 @pytest.mark.parametrize("stepped", [True, False])
-def test_what_was_asked_for_by_name_and_not_restored_is_an_error(
-    queue: AsyncCallsQueue, tmp_path: Path, stepped: bool
-) -> None:
+def test_what_was_asked_for_by_name_and_not_restored_is_an_error(tmp_path: Path, stepped: bool) -> None:
     """Also with `strict=False`, which restores some of what was asked for, not none."""
     model, optimizer = _built(_adamw, 2)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"m": model, "o": optimizer, "n": torch.ones(3)}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"m": model, "o": optimizer, "n": torch.ones(3)}, 1)
         other, running = _built(lambda model: torch.optim.SGD(model.parameters(), momentum=0.9), int(stepped))
         state = {"m": other, "o": running, "n": torch.zeros(4)}
         for only in (["m", "o/state"], ["m", "n"], ["m", "o"]):
@@ -243,9 +232,7 @@ class _LowRank(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("with_model", [True, False])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_moments_of_fewer_rows_are_restored(
-    queue: AsyncCallsQueue, tmp_path: Path, steps: int, with_model: bool
-) -> None:
+def test_moments_of_fewer_rows_are_restored(tmp_path: Path, steps: int, with_model: bool) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return _LowRank(model.parameters())
 
@@ -253,8 +240,8 @@ def test_moments_of_fewer_rows_are_restored(
         return {"optimizer": pair[1]} | ({"model": pair[0]} if with_model else {})
 
     saved, other = _built(make, 2), _built(make, steps)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(state(saved), 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, state(saved), 1)
         checkpointer.restore(state(other))
     assert same(other[1].state_dict(), saved[1].state_dict())
 
@@ -284,7 +271,7 @@ def _sharded(rank: int, world_size: int, root: Path, saves: bool) -> None:
         with Checkpointer(root / kind.__name__) as checkpointer:
             for saved in (0, 2) if saves else ():
                 model, optimizer = build(kind, saved)
-                checkpointer.save({"model": model, "optimizer": optimizer}, saved)
+                save_here(checkpointer, {"model": model, "optimizer": optimizer}, saved)
                 torch.save(full(optimizer), root / f"{kind.__name__}{saved}.{rank}")
             for saved, running in ((0, 2), (2, 0), (2, 3)):
                 other, restored = build(kind, running)

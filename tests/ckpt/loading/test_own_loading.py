@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,13 @@ from torch import nn
 
 import ckpt.loading.state_update
 from ckpt import (
-    AsyncCallsQueue,
     Checkpointer,
     CheckpointError,
     StateError,
     StateMismatchError,
     register_tensor_subclass,
 )
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as queue:
-        yield queue
-
+from tests.support.saves import save_here
 
 # -- what cannot be stored, or cannot be loaded ------------------------------------------------------------------------
 
@@ -52,31 +45,31 @@ _ODD: dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", _ODD)
 @pytest.mark.parametrize("count", [1, 9], ids=["alone", "among many"])
-def test_a_tensor_of_an_unusual_kind_is_refused_by_its_name(
-    queue: AsyncCallsQueue, tmp_path: Path, kind: str, count: int
-) -> None:
+def test_a_tensor_of_an_unusual_kind_is_refused_by_its_name(tmp_path: Path, kind: str, count: int) -> None:
     odd = _ODD[kind]()
     state = {"other": torch.zeros(2), "m": {f"t{number}": odd for number in range(count)}}
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(StateError, match=r"^m/t0: "):
-            checkpointer.save(state, 1)
-        checkpointer.save({"other": torch.ones(2), "m": {f"t{number}": torch.ones(3) for number in range(count)}}, 2)
+            save_here(checkpointer, state, 1)
+        save_here(
+            checkpointer, {"other": torch.ones(2), "m": {f"t{number}": torch.ones(3) for number in range(count)}}, 2
+        )
         with pytest.raises(StateError, match=r"^m/t0: "):
             checkpointer.restore(state)
     assert not state["other"].any()
 
 
-def test_a_lazy_module_says_how_to_initialize_it(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_a_lazy_module_says_how_to_initialize_it(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
 
     trained, fresh = build(), build()
     trained(torch.ones(2, 4))
     other = torch.zeros(2)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"other": torch.ones(2), "m": trained}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"other": torch.ones(2), "m": trained}, 1)
         for call in (
-            lambda: checkpointer.save({"m": fresh}, 2),
+            lambda: save_here(checkpointer, {"m": fresh}, 2),
             lambda: checkpointer.restore({"other": other, "m": fresh}),
         ):
             with pytest.raises(StateError, match=r"m/0\.weight: .* lazy module .* call the module with a batch"):
@@ -87,13 +80,13 @@ def test_a_lazy_module_says_how_to_initialize_it(queue: AsyncCallsQueue, tmp_pat
     assert torch.equal(fresh[0].weight, trained[0].weight)
 
 
-def test_an_optimizer_of_a_lazy_module(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_an_optimizer_of_a_lazy_module(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"o": optimizer}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"o": optimizer}, 1)
         with pytest.raises(StateError, match=r"o/state/0: .* lazy module"):
             checkpointer.restore({"o": torch.optim.Adam(nn.LazyLinear(3).parameters())})
 
@@ -197,11 +190,11 @@ def _bits(state: Any) -> str:
 @pytest.mark.parametrize("case", _REFUSING)
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_object_that_refuses_is_found_before_anything_is_overwritten(
-    queue: AsyncCallsQueue, tmp_path: Path, case: str, strict: bool
+    tmp_path: Path, case: str, strict: bool
 ) -> None:
     build, message = _REFUSING[case]
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"first": nn.Linear(3, 3), "m": build(1.0), "n": 1}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"first": nn.Linear(3, 3), "m": build(1.0), "n": 1}, 1)
         state = {"first": nn.Linear(3, 3), "m": build(2.0), "n": 2}
         before = _bits(state["first"]), _bits(state["m"]), state["n"]
         with pytest.raises(CheckpointError, match=f"(?s){message}"):
@@ -209,10 +202,10 @@ def test_an_object_that_refuses_is_found_before_anything_is_overwritten(
         assert (_bits(state["first"]), _bits(state["m"]), state["n"]) == before
 
 
-def test_parameters_that_are_exchanged_when_they_are_loaded(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_parameters_that_are_exchanged_when_they_are_loaded(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"m": module}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"m": module}, 1)
         module = nn.Linear(2, 2)
         before = _bits(module)
         reference = weakref.ref(module.weight)  # tensors with weak references cannot be exchanged
@@ -227,11 +220,11 @@ def test_parameters_that_are_exchanged_when_they_are_loaded(queue: AsyncCallsQue
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_inference_tensors_outside_of_modules_are_filled(queue: AsyncCallsQueue, tmp_path: Path, cast: bool) -> None:
+def test_inference_tensors_outside_of_modules_are_filled(tmp_path: Path, cast: bool) -> None:
     with torch.inference_mode():
         average = torch.zeros(3, dtype=torch.float64 if cast else torch.float32)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"average": torch.ones(3), "m": _of_inference(3.0)}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"average": torch.ones(3), "m": _of_inference(3.0)}, 1)
         module = _of_inference(2.0)
         checkpointer.restore({"average": average}, only="average", cast=cast)
         with torch.inference_mode():
@@ -295,9 +288,9 @@ class _OldNames(nn.Module):
         self.inside = nn.ParameterDict({"old": nn.Parameter(torch.ones(3))})
 
 
-def _restored(queue: AsyncCallsQueue, root: Path, saved: Any, target: Any, **options: Any) -> Checkpointer:
-    with Checkpointer(root, queue=queue) as checkpointer:
-        checkpointer.save(saved, 1)
+def _restored(root: Path, saved: Any, target: Any, **options: Any) -> Checkpointer:
+    with Checkpointer(root) as checkpointer:
+        save_here(checkpointer, saved, 1)
         assert checkpointer.restore(target, **options) == 1
     return checkpointer
 
@@ -306,7 +299,6 @@ def _restored(queue: AsyncCallsQueue, root: Path, saved: Any, target: Any, **opt
 @pytest.mark.parametrize("sizes", [(4, 0), (0, 4), (4, 2), (4, 4)])
 @pytest.mark.parametrize("options", [{}, {"resize": True}, {"strict": False}], ids=str)
 def test_a_module_that_resizes_its_buffers(
-    queue: AsyncCallsQueue,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sizes: tuple[int, int],
@@ -317,7 +309,7 @@ def test_a_module_that_resizes_its_buffers(
         monkeypatch.setattr(ckpt.loading.state_update, "_KEPT_BYTES", 1)
     saved = {"m": nn.Sequential(nn.Linear(2, 2), _Observer(sizes[0], 5.0))}
     target = {"m": nn.Sequential(nn.Linear(2, 2), _Observer(sizes[1], 1.0))}
-    _restored(queue, tmp_path, saved, target, **options)
+    _restored(tmp_path, saved, target, **options)
     assert str(target["m"].state_dict()) == str(saved["m"].state_dict())
 
 
@@ -336,27 +328,25 @@ _EXTRA: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("stored", _EXTRA)
-def test_extra_state_changes_its_form(queue: AsyncCallsQueue, tmp_path: Path, stored: str) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"m": nn.Sequential(_Scaled(_EXTRA[stored]()))}, 1)
+def test_extra_state_changes_its_form(tmp_path: Path, stored: str) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"m": nn.Sequential(_Scaled(_EXTRA[stored]()))}, 1)
         for own in _EXTRA:
             target = nn.Sequential(_Scaled(_EXTRA[own]()))
             assert checkpointer.restore({"m": target}) == 1
             assert str(target[0].extra) == str(_EXTRA[stored]()), own
 
 
-def test_a_module_that_renames_what_older_steps_have(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_a_module_that_renames_what_older_steps_have(tmp_path: Path) -> None:
     target = {"m": nn.Sequential(_Renamed())}
-    _restored(queue, tmp_path, {"m": nn.Sequential(_OldNames())}, target)
+    _restored(tmp_path, {"m": nn.Sequential(_OldNames())}, target)
     assert target["m"][0].inside["new"].eq(1).all()
 
 
 @pytest.mark.parametrize("saved", [_Scaled({"too new": torch.ones(3)}), nn.Sequential(_Scaled(1), nn.Linear(3, 3))])
-def test_a_module_that_refuses_another_form_leaves_the_state_as_it_was(
-    queue: AsyncCallsQueue, tmp_path: Path, saved: nn.Module
-) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"first": torch.ones(2), "observer": _Observer(4, 5.0), "m": saved}, 1)
+def test_a_module_that_refuses_another_form_leaves_the_state_as_it_was(tmp_path: Path, saved: nn.Module) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"first": torch.ones(2), "observer": _Observer(4, 5.0), "m": saved}, 1)
         state = {"first": torch.zeros(2), "observer": _Observer(2, 1.0), "m": _Scaled(None)}
         before = _bits(state["observer"]), _bits(state["m"])
         with pytest.raises((StateMismatchError, StateError), match="m"):
@@ -371,12 +361,12 @@ def _with_hook(rows: int) -> nn.Module:
     return module
 
 
-def test_a_module_whose_code_does_not_resize(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_a_module_whose_code_does_not_resize(tmp_path: Path) -> None:
     """Its hook could change anything, so it is asked; then the options of the restore count."""
     saved, target = _with_hook(5), _with_hook(7)
     own = target[0].weight.detach().clone()
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"m": saved, "n": 7}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"m": saved, "n": 7}, 1)
         state = {"m": target, "n": 1}
         with pytest.raises(StateMismatchError, match=r"(?s)m: Sequential.*m/0\.weight is a tensor, float32\[5, 3\]"):
             checkpointer.restore(state)
@@ -394,22 +384,22 @@ def test_a_module_whose_code_does_not_resize(queue: AsyncCallsQueue, tmp_path: P
         assert checkpointer.last_restore.resized == ("m/0.weight",)
 
 
-def test_names_of_a_plain_module_must_be_those_of_the_step(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"m": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))}, 1)
+def test_names_of_a_plain_module_must_be_those_of_the_step(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"m": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))}, 1)
         target = {"m": nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))}
         with pytest.raises(StateMismatchError, match=r"(?s)missing: m/1\.bias.*unexpected: m/0\.bias"):
             checkpointer.restore(target)
 
 
-def test_resize_is_refused_where_nothing_is_in_common(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"bank": torch.ones(5, 3), "n": 1}, 1)
+def test_resize_is_refused_where_nothing_is_in_common(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"bank": torch.ones(5, 3), "n": 1}, 1)
         with pytest.raises(StateMismatchError, match=r"shape: bank is \[5, 3\] in the checkpoint, \[0, 3\] in"):
             checkpointer.restore({"bank": torch.zeros(0, 3), "n": 2}, resize=True)
 
 
-def test_observers_of_pytorch(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_observers_of_pytorch(tmp_path: Path) -> None:
     observers = pytest.importorskip("torch.ao.quantization.observer")
 
     def build(batches: int) -> nn.Module:
@@ -421,6 +411,6 @@ def test_observers_of_pytorch(queue: AsyncCallsQueue, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved, target = build(2), build(0)
-        _restored(queue, tmp_path, {"m": saved}, {"m": target})
+        _restored(tmp_path, {"m": saved}, {"m": target})
     assert target[0].min_val.shape == (4,)
     assert str(target.state_dict()) == str(saved.state_dict())

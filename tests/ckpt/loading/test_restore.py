@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import AsyncCallsQueue, Checkpointer, PerRank, Staging
+from ckpt import Checkpointer, PerRank, Staging
 from tests.support import layouts, run_ranks
+from tests.support.saves import save_here
 from tests.support.selection import full_only
 
 SAVED_ON = (1, 2, 4)
@@ -30,29 +31,27 @@ def _per_rank(rank: int) -> dict[str, Any]:
 
 def _save(rank: int, world_size: int, roots: dict[str, Path]) -> None:
     state = layouts.build(world_size)
-    with AsyncCallsQueue() as queue:
-        for name, root in roots.items():
-            with Checkpointer(root, queue=queue, staging=_SIZES[name]) as checkpointer:
-                checkpointer.save({"layouts": state, **_per_rank(rank)}, 3)
+    for name, root in roots.items():
+        with Checkpointer(root, staging=_SIZES[name]) as checkpointer:
+            save_here(checkpointer, {"layouts": state, **_per_rank(rank)}, 3)
 
 
 def _restore(rank: int, world_size: int, roots: dict[tuple[int, str], Path]) -> list[str]:
     expected = layouts.build(world_size)
     state = layouts.build(world_size)
     wrong = []
-    with AsyncCallsQueue() as queue:
-        for (saved_on, how), root in roots.items():
-            layouts.clear(state)
-            own = _per_rank(rank + 50)
-            kept = _per_rank(rank if rank < saved_on else rank + 50)
-            if rank < saved_on:
-                own["ragged"] = PerRank(torch.zeros_like(kept["ragged"].value))
-            with Checkpointer(root, queue=queue) as checkpointer:
-                assert checkpointer.restore({"layouts": state, **own}) == 3
-            wrong += [f"from {saved_on}, {how}: {name}" for name in layouts.differences(state, expected)]
-            for name in kept:
-                if str(own[name].value) != str(kept[name].value):
-                    wrong.append(f"from {saved_on}, {how}: {name} is {own[name].value}")
+    for (saved_on, how), root in roots.items():
+        layouts.clear(state)
+        own = _per_rank(rank + 50)
+        kept = _per_rank(rank if rank < saved_on else rank + 50)
+        if rank < saved_on:
+            own["ragged"] = PerRank(torch.zeros_like(kept["ragged"].value))
+        with Checkpointer(root) as checkpointer:
+            assert checkpointer.restore({"layouts": state, **own}) == 3
+        wrong += [f"from {saved_on}, {how}: {name}" for name in layouts.differences(state, expected)]
+        for name in kept:
+            if str(own[name].value) != str(kept[name].value):
+                wrong.append(f"from {saved_on}, {how}: {name} is {own[name].value}")
     return wrong
 
 

@@ -16,7 +16,6 @@ import torch
 
 import ckpt
 from ckpt import (
-    AsyncCallsQueue,
     CheckpointCorruptError,
     Checkpointer,
     CheckpointNotFoundError,
@@ -29,12 +28,7 @@ from ckpt import (
 from ckpt.storage.documents import encode_root
 from ckpt.storage.root import CheckpointRoot
 from tests.support import LeakCheck, run_ranks
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as queue:
-        yield queue
+from tests.support.saves import save_here
 
 
 @pytest.mark.parametrize(
@@ -74,7 +68,7 @@ def _disagree(rank: int, world_size: int, root: Path) -> list[str]:
                 checkpointer.save_request(state, 1)
             texts.append(str(caught.value))
         assert CheckpointRoot(str(root)).pending() == checkpointer.all_steps() == []
-        checkpointer.save({"model": {"w": torch.zeros(3)}, "own": PerRank(torch.zeros(rank))}, 1)
+        save_here(checkpointer, {"model": {"w": torch.zeros(3)}, "own": PerRank(torch.zeros(rank))}, 1)
         assert checkpointer.all_steps() == [1]
     return texts
 
@@ -98,7 +92,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def test_everything_that_does_not_fit_is_listed_and_nothing_restored(
-    queue: AsyncCallsQueue, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def target() -> dict[str, Any]:
         state = _state(0.0)
@@ -107,8 +101,8 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_restored(
         del state["list"]
         return {**state, "new": torch.zeros(3), "new_number": 4}
 
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(_state(5.0), 7)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, _state(5.0), 7)
         state = target()
         with pytest.raises(StateMismatchError) as caught:
             checkpointer.restore(state)
@@ -132,9 +126,9 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_restored(
     assert not any(tensor.any() for tensor in (*state["b"].values(), state["new"]))
 
 
-def test_a_long_list_is_cut_to_twenty_and_a_count(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"a": 1}, 7)
+def test_a_long_list_is_cut_to_twenty_and_a_count(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"a": 1}, 7)
         with pytest.raises(StateMismatchError) as caught:
             checkpointer.restore({"a": 1, **{f"t{i:02d}": torch.zeros(1) for i in range(33)}})
     text = str(caught.value)
@@ -145,7 +139,7 @@ def test_a_long_list_is_cut_to_twenty_and_a_count(queue: AsyncCallsQueue, tmp_pa
 
 def _mismatch_on_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
     with Checkpointer(root) as checkpointer:
-        checkpointer.save({"shared": torch.ones(30), "own": PerRank(torch.full((20,), rank))}, 1)
+        save_here(checkpointer, {"shared": torch.ones(30), "own": PerRank(torch.full((20,), rank))}, 1)
         state = {"shared": torch.zeros(30), "own": PerRank(torch.zeros(20 + rank, dtype=torch.int64))}
         with pytest.raises(StateMismatchError) as caught:
             checkpointer.restore(state)
@@ -171,7 +165,7 @@ def _stages(rank: int, world_size: int, root: Path) -> None:
                 model(torch.ones(20 + rank)).sum().backward()
                 optimizer.step()
                 expected = str(model.state_dict()) + str(optimizer.state_dict())
-                checkpointer.save(state, 1)
+                save_here(checkpointer, state, 1)
         assert checkpointer.restore(state) == 1
         assert str(model.state_dict()) + str(optimizer.state_dict()) == expected
         assert state["shared"].tolist() == [1.0] * 9
@@ -206,14 +200,14 @@ def _cut(path: Path) -> None:
 
 
 @pytest.fixture
-def two_steps(queue: AsyncCallsQueue, tmp_path: Path) -> Iterator[tuple[Checkpointer, Path]]:
+def two_steps(tmp_path: Path) -> Iterator[tuple[Checkpointer, Path]]:
     root = tmp_path / "root"
-    with Checkpointer(root, queue=queue, staging=ckpt.Staging(inner_bytes=256, file_bytes=512)) as checkpointer:
+    with Checkpointer(root, staging=ckpt.Staging(inner_bytes=256, file_bytes=512)) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
     with Checkpointer(
-        root, queue=queue, staging=ckpt.Staging(inner_bytes=256, file_bytes=512)
-    ) as checkpointer:  # another queue, which has nothing in memory
+        root, staging=ckpt.Staging(inner_bytes=256, file_bytes=512)
+    ) as checkpointer:  # another one, which has nothing in memory
         yield checkpointer, root / "step_00000002"
 
 
@@ -286,9 +280,9 @@ def _damaged_for_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
     with Checkpointer(root) as checkpointer:
         for step in (1, 2):
             state = {"shared": torch.full((300,), step), "own": PerRank(torch.full((100,), 10 * step + rank))}
-            checkpointer.save(state, step)
+            save_here(checkpointer, state, step)
     torch.distributed.barrier()
-    with Checkpointer(root) as checkpointer:  # another queue, which has nothing in memory
+    with Checkpointer(root) as checkpointer:  # another one, which has nothing in memory
         if rank == 0:
             _flip(root / "step_00000002" / _OF_RANK_1)
         torch.distributed.barrier()
@@ -320,14 +314,14 @@ def test_a_newer_format_version(two_steps: tuple[Checkpointer, Path]) -> None:
             attempt()
 
 
-def test_a_root_that_is_a_file(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_a_root_that_is_a_file(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.write_text("no directory")
-    with Checkpointer(root, queue=queue) as checkpointer:
+    with Checkpointer(root) as checkpointer:
         for attempt in (checkpointer.latest_step, lambda: checkpointer.restore(_state(0.0))):
             with pytest.raises(StorageError, match=f"{root} is a file"):
                 attempt()
-    with Checkpointer(root, queue=queue) as checkpointer:
+    with Checkpointer(root) as checkpointer:
         with pytest.raises(StorageError, match=f"(?s){root}.*is a file"):  # training can go on
             checkpointer.async_save(_state(1.0), 1)
         assert checkpointer.maybe_finalize(blocking=True) == []
@@ -342,9 +336,9 @@ def test_a_step_that_is_not_there(two_steps: tuple[Checkpointer, Path]) -> None:
         ckpt.open(step.parent, 9)
 
 
-def test_a_root_that_is_not_there_has_no_step(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_a_root_that_is_not_there_has_no_step(tmp_path: Path) -> None:
     state = _state(3.0)
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
+    with Checkpointer(tmp_path / "root") as checkpointer:
         assert checkpointer.restore(state) is None
         assert checkpointer.latest_step() is None
         with pytest.raises(CheckpointNotFoundError, match="it has none"):
@@ -374,13 +368,13 @@ def _linked_to_itself(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [_empty, _packs_only, Path.touch, os.mkfifo, _linked_to_nothing, _linked_to_itself])
 def test_an_entry_with_the_name_of_the_newest_step_that_is_none(
-    queue: AsyncCallsQueue, tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], Any]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], Any]
 ) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(float(step)), step)
+            save_here(checkpointer, _state(float(step)), step)
     make(tmp_path / "step_00000003")
-    with Checkpointer(tmp_path, queue=queue) as checkpointer, caplog.at_level(logging.WARNING, "ckpt"):
+    with Checkpointer(tmp_path) as checkpointer, caplog.at_level(logging.WARNING, "ckpt"):
         state = _state(0.0)
         assert checkpointer.restore(state) == 2
         assert str(state) == str(_state(2.0))
@@ -392,7 +386,7 @@ def test_an_entry_with_the_name_of_the_newest_step_that_is_none(
         with pytest.raises(CheckpointCorruptError, match="step_00000003 has the name of a step, and is none"):
             ckpt.load(tmp_path)
         assert checkpointer.restore(state) == 2
-        checkpointer.save(_state(3.0), 3)
+        save_here(checkpointer, _state(3.0), 3)
         assert checkpointer.restore(state) == 3
     assert str(state) == str(_state(3.0))
     assert len(list((tmp_path / ".damaged").iterdir())) == 1

@@ -21,6 +21,7 @@ from ckpt.saving import plan_cache
 from ckpt.storage import step_source
 from ckpt.validation import validate
 from tests.support import run_ranks
+from tests.support.saves import save_here
 from tests.support.selection import full_only
 
 _MB = 1 << 20
@@ -45,8 +46,8 @@ def _read_of_files(paths: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 def test_a_restore_reads_each_needed_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"t{n}": torch.randn(100, 50) for n in range(5)} | {f"s{n}": torch.randn(7) for n in range(50)}
     with Checkpointer(tmp_path, staging=Staging(inner_bytes=4096, file_bytes=1 << 20)) as checkpointer:
-        checkpointer.save(state, 1)
-    with Checkpointer(tmp_path) as checkpointer:  # another queue, which has nothing in memory
+        save_here(checkpointer, state, 1)
+    with Checkpointer(tmp_path) as checkpointer:  # another one, which has nothing in memory
         parts = _read_of_files("/packs/000/rank_00000_000", monkeypatch)
         checkpointer.restore({name: torch.zeros_like(tensor) for name, tensor in state.items()})
     parts.sort()
@@ -66,7 +67,7 @@ def _reshard(rank: int, world_size: int, root: Path, save: bool) -> float:
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in full.items()}
     with Checkpointer(root) as checkpointer:
         if save:
-            checkpointer.save(state, 1)
+            save_here(checkpointer, state, 1)
             return 0.0
         wanted = {name: tensor.to_local().clone() for name, tensor in state.items()}
         for tensor in state.values():
@@ -96,7 +97,7 @@ def _beside_a_slow_rank(rank: int, world_size: int, root: Path) -> list[str]:
     has_read = root / "has_read"
     state = {"tensor": torch.ones(_MB // 2)}  # one read
     with Checkpointer(root) as checkpointer:
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
     dist.barrier()
     early: list[str] = []
     prepared: list[str] = []
@@ -146,7 +147,7 @@ def _peak(rank: int, world_size: int, root: Path, save: bool) -> int:
     if save:
         for name, each in (("small", small), ("big", state)):
             with Checkpointer(root / name) as checkpointer:
-                checkpointer.save(each, 1)
+                save_here(checkpointer, each, 1)
         return 0
     from ckpt.loading.options import RestoreOptions
     from ckpt.loading.restore import Tiers, restore
@@ -298,7 +299,7 @@ def _agreements(rank: int, world_size: int, root: Path) -> dict[str, int]:
 
         for name, state in (("tensors", plain), ("objects", objects)):
             with Checkpointer(root / name, on_divergence="ignore") as checkpointer:
-                checkpointer.save(state, 5)
+                save_here(checkpointer, state, 5)
             with Checkpointer(root / name, snapshots=5, on_divergence="ignore") as checkpointer:
                 count(f"{name} from storage", checkpointer, state)
                 state["step"] = 4

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from ckpt.saving import staged_memory
 from ckpt.saving.share import HEADER_BYTES
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck, layouts, rank_values
+from tests.support.saves import save_here
 
+_Save = Callable[[ckpt.Checkpointer, Any, int], None]
 _DRAIN = timedelta(seconds=30)
 _FLOATS = 50_000
 _BYTES = 3 * 4 * _FLOATS + 8
@@ -41,12 +44,12 @@ def _is(state: dict[str, Any], value: float) -> bool:
     return same and state["small"].equal(expected["small"]) and state["numbers"]["value"] == value
 
 
-def _saved(root: Path, **staging: Any) -> tuple[ckpt.Checkpointer, dict[str, Any]]:
+def _saved(root: Path, save: _Save = save_here, **staging: Any) -> tuple[ckpt.Checkpointer, dict[str, Any]]:
     """Value 1.0 is saved as step 1, and registered; training has gone on to 2.0."""
     checkpointer = ckpt.Checkpointer(root, staging=ckpt.Staging(**staging))
     state = _state(1.0)
     checkpointer.register(**state)
-    checkpointer.save(state, 1)
+    save(checkpointer, state, 1)
     _fill(state, 2.0)
     return checkpointer, state
 
@@ -58,7 +61,7 @@ def _report(checkpointer: ckpt.Checkpointer) -> RestoreReport:
 
 
 def test_own_slot_and_no_read_of_array_data(tmp_path: Path, leak_check: LeakCheck) -> None:
-    checkpointer, state = _saved(tmp_path)
+    checkpointer, state = _saved(tmp_path, ckpt.Checkpointer.save)
     for _ in (1, 2):  # the second fault comes before anything was saved again
         _fill(state, 2.0)
         for chunk in tmp_path.glob("step_*/packs/*/*"):
@@ -142,7 +145,7 @@ def test_what_is_not_kept_as_it_is_stored(
 def test_a_step_that_is_damaged_on_storage_is_not_passed_over(tmp_path: Path, leak_check: LeakCheck) -> None:
     """The others may have it in memory: going back alone would part the ranks."""
     checkpointer, state = _saved(tmp_path, slots=1, compression="zstd")
-    checkpointer.save(state, 2)
+    save_here(checkpointer, state, 2)
     for chunk in tmp_path.glob("step_00000002/packs/*/*"):
         chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
     with pytest.raises(ckpt.errors.CheckpointError):
@@ -211,7 +214,7 @@ def _layouts(rank: int, world_size: int, root: Path) -> list[str]:
     state = layouts.build(world_size)
     with ckpt.Checkpointer(root) as checkpointer:
         checkpointer.register(everything=state)
-        checkpointer.save({"everything": state}, 1)
+        save_here(checkpointer, {"everything": state}, 1)
         layouts.clear(state)
         dist.barrier()
         checkpointer.bridge.recover_from_fault(_DRAIN)
@@ -238,7 +241,7 @@ def _different_names(rank: int, world_size: int, root: Path) -> tuple[int | None
     state = {"all": torch.ones(3000), f"stage{rank}": torch.full((4000,), float(rank))}
     with ckpt.Checkpointer(root) as checkpointer:
         checkpointer.register(**state)
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
         state[f"stage{rank}"].zero_()
         dist.barrier()
         checkpointer.bridge.recover_from_fault(_DRAIN)
@@ -281,7 +284,7 @@ def test_the_newest_step_stays_in_memory_when_later_saves_are_given_up(tmp_path:
     state = {"w": torch.arange(100_000, dtype=torch.float32)}
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.register(**state)
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
         for step in (2, 3, 4):
             state["w"] += 1
             checkpointer.save_request(state, step)  # staged, and interrupted before it was scheduled

@@ -283,7 +283,7 @@ def test_another_program_waits_for_the_step_that_it_names(tmp_path: Path, end: s
     checkpointer = ckpt.Checkpointer(tmp_path / "root")
     checkpointer.save(_state(1), 1)
     writer = _begun_save(checkpointer, 2, hold)
-    with launch_ranks(script, 1, checkpointer.root, 2) as group:
+    with launch_ranks(script, 1, checkpointer.root, 2, imports=()) as group:
         group.wait_for_output(0, "^waiting for step 2")
         if end == "published":
             hold.touch()

@@ -12,14 +12,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ckpt import AsyncCallsQueue, Checkpointer, StateError
+from ckpt import Checkpointer, StateError
 from tests.support import run_ranks
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as queue:
-        yield queue
+from tests.support.saves import save_here
 
 
 def _model(dtype: torch.dtype, seed: int) -> nn.Module:
@@ -78,14 +73,12 @@ def _same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_an_optimizer_goes_on_where_it_was(
-    queue: AsyncCallsQueue, tmp_path: Path, name: str, dtype: torch.dtype
-) -> None:
+def test_an_optimizer_goes_on_where_it_was(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     model = _model(dtype, 1)
     optimizer = OPTIMIZERS[name](model)
     _train(model, optimizer, range(3))
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"model": model, "optimizer": optimizer}, 3)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"model": model, "optimizer": optimizer}, 3)
         for stepped in (True, False) if name != "lbfgs" else (False,):  # its state has another structure in each step
             fresh = _model(dtype, 2)
             other = OPTIMIZERS[name](fresh)
@@ -127,12 +120,12 @@ class _WideAdam(torch.optim.Optimizer):
                 parameter.copy_(state["master"])
 
 
-def test_state_keeps_its_own_dtype(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_state_keeps_its_own_dtype(tmp_path: Path) -> None:
     model = _model(torch.bfloat16, 1)
     optimizer = _WideAdam(model.parameters())
     optimizer.step()
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"model": model, "optimizer": optimizer}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"model": model, "optimizer": optimizer}, 1)
         for stepped in (False, True):
             fresh = _model(torch.bfloat16, 2)
             other = _WideAdam(fresh.parameters())
@@ -184,9 +177,7 @@ _CONTAINERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", _CONTAINERS)
 @pytest.mark.parametrize("stepped", [False, True])
-def test_state_in_containers_keeps_its_dtypes_and_containers(
-    queue: AsyncCallsQueue, tmp_path: Path, name: str, stepped: bool
-) -> None:
+def test_state_in_containers_keeps_its_dtypes_and_containers(tmp_path: Path, name: str, stepped: bool) -> None:
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = _model(torch.bfloat16, seed)
@@ -195,8 +186,8 @@ def test_state_in_containers_keeps_its_dtypes_and_containers(
     model, optimizer = build(1)
     optimizer.step()
     saved = str(optimizer.state_dict())
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"model": model, "optimizer": optimizer}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"model": model, "optimizer": optimizer}, 1)
         fresh, other = build(2)
         if stepped:
             other.step()
@@ -214,29 +205,27 @@ def _tensors(item: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-def test_state_that_pytorch_cannot_load_is_refused_before_anything_is_overwritten(
-    queue: AsyncCallsQueue, tmp_path: Path
-) -> None:
+def test_state_that_pytorch_cannot_load_is_refused_before_anything_is_overwritten(tmp_path: Path) -> None:
     def build(fill: float) -> dict[str, Any]:
         parameter = torch.full((3,), fill)
         optimizer = _NestedAdam([parameter], lambda: range(3))
         optimizer.step()
         return {"model": {"p": parameter}, "optimizer": optimizer}
 
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(build(2.0), 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, build(2.0), 1)
         state = build(1.0)
         with pytest.raises(StateError, match=r"optimizer: _NestedAdam\.load_state_dict failed"):
             checkpointer.restore(state)
     assert state["model"]["p"].eq(1).all()
 
 
-def test_restoring_into_a_stepped_optimizer_is_in_place(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_restoring_into_a_stepped_optimizer_is_in_place(tmp_path: Path) -> None:
     model = _model(torch.float32, 1)
     optimizer = OPTIMIZERS["adamw"](model)
     _train(model, optimizer, range(2))
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"optimizer": optimizer}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"optimizer": optimizer}, 1)
         _train(model, optimizer, range(2, 4))
         pointers = [state["exp_avg"].data_ptr() for state in optimizer.state.values()]
         checkpointer.restore({"optimizer": optimizer})
@@ -258,7 +247,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(SCHEDULERS))
-def test_a_scheduler_goes_on_where_it_was(queue: AsyncCallsQueue, tmp_path: Path, name: str) -> None:
+def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
     def make() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
         return optimizer, SCHEDULERS[name](optimizer)
@@ -273,8 +262,8 @@ def test_a_scheduler_goes_on_where_it_was(queue: AsyncCallsQueue, tmp_path: Path
 
     optimizer, scheduler = make()
     go(optimizer, scheduler, 3)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"optimizer": optimizer, "scheduler": scheduler}, 3)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"optimizer": optimizer, "scheduler": scheduler}, 3)
         fresh, other = make()
         checkpointer.restore({"optimizer": fresh, "scheduler": other})
     assert go(fresh, other, 5) == go(optimizer, scheduler, 5)
@@ -307,7 +296,7 @@ def _fsdp(rank: int, world_size: int, root: Path, train: bool) -> None:
         with Checkpointer(root / name) as checkpointer:
             if train:
                 train_on(model, optimizer, range(3))
-                checkpointer.save({"model": model, "optimizer": optimizer}, 3)
+                save_here(checkpointer, {"model": model, "optimizer": optimizer}, 3)
                 torch.save(full(model, optimizer), root / f"{name}{rank}.pt")
             fresh, other = make(2, name)
             checkpointer.restore({"model": fresh, "optimizer": other})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt import AsyncCallsQueue, Checkpointer, PerRank, StateError, StateMismatchError
+from ckpt import Checkpointer, PerRank, StateError, StateMismatchError
 from tests.support import run_ranks
+from tests.support.saves import save_here
 
 
 class Tower(nn.Module):
@@ -44,17 +44,11 @@ class Untouchable:
         raise AssertionError("load_state_dict was called")
 
 
-@pytest.fixture(scope="module")
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as queue:
-        yield queue
-
-
 @pytest.fixture
-def root(tmp_path: Path, queue: AsyncCallsQueue) -> Path:
+def root(tmp_path: Path) -> Path:
     model, optimizer = trained(1.0)
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save({"model": model, "optimizer": optimizer, "epoch": 3}, 7)
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, {"model": model, "optimizer": optimizer, "epoch": 3}, 7)
     return tmp_path / "root"
 
 
@@ -91,10 +85,10 @@ def test_only_what_the_state_has_not_names_what_it_has(root: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
-def test_a_prefix_of_the_checkpoint_is_named_and_removed(tmp_path: Path, prefix: str, queue: AsyncCallsQueue) -> None:
+def test_a_prefix_of_the_checkpoint_is_named_and_removed(tmp_path: Path, prefix: str) -> None:
     source = {prefix + name: tensor for name, tensor in Tower(2.0).state_dict().items()}
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save({"model": source}, 7)
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, {"model": source}, 7)
     model = Tower(0.0)
     with pytest.raises(StateMismatchError) as failed:
         restored(tmp_path / "root", {"model": model})
@@ -106,9 +100,9 @@ def test_a_prefix_of_the_checkpoint_is_named_and_removed(tmp_path: Path, prefix:
     assert set(values(model).values()) == {2.0}
 
 
-def test_a_compiled_model_is_saved_and_restored_plain(tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save({"model": torch.compile(Tower(2.0), backend="eager")}, 7)
+def test_a_compiled_model_is_saved_and_restored_plain(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, {"model": torch.compile(Tower(2.0), backend="eager")}, 7)
     model = Tower(0.0)
     restored(tmp_path / "root", {"model": model}, rename={"_orig_mod.": ""})
     assert set(values(model).values()) == {2.0}
@@ -124,11 +118,11 @@ def test_a_compiled_model_in_the_state_is_told_what_to_do(root: Path) -> None:
     assert set(values(compiled).values()) == {1.0}
 
 
-def test_rename_inside_a_name_and_of_optimizer_state(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_rename_inside_a_name_and_of_optimizer_state(tmp_path: Path) -> None:
     _, optimizer = trained(5.0)
     state = {"net": {"layer.base_layer.weight": torch.ones(2)}, "opt": optimizer, "net/": 1}
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save(state, 7)
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, state, 7)
     weight = {"layer.weight": torch.zeros(2)}
     other_model = Tower(0.0)
     other = torch.optim.AdamW(other_model.parameters())
@@ -152,12 +146,10 @@ def test_rename_that_makes_one_name_of_two_is_refused(root: Path) -> None:
         restored(root, {"model": Tower(0.0)}, rename="model")
 
 
-def test_names_that_are_exchanged_come_from_storage_not_from_staging_memory(
-    tmp_path: Path, queue: AsyncCallsQueue
-) -> None:
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
+def test_names_that_are_exchanged_come_from_storage_not_from_staging_memory(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root") as checkpointer:
         state = {"a": torch.full((4,), 1.0), "b": torch.full((4,), 2.0)}
-        checkpointer.save(state, 7)
+        save_here(checkpointer, state, 7)
         checkpointer.restore(state, rename={"a": "b", "b": "a"})
         assert (state["a"].tolist(), state["b"].tolist()) == ([2.0] * 4, [1.0] * 4)
 
@@ -174,9 +166,9 @@ def test_cast_needs_to_be_asked_for(root: Path) -> None:
         restored(root, {"model": {"encoder.weight": torch.zeros(4, 4, dtype=torch.int64)}}, only=["model"], cast=True)
 
 
-def test_cast_and_resize_of_a_step_in_staging_memory(tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save({"a": torch.arange(4.0), "b": torch.arange(4.0)}, 7)
+def test_cast_and_resize_of_a_step_in_staging_memory(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, {"a": torch.arange(4.0), "b": torch.arange(4.0)}, 7)
         state = {"a": torch.full((6,), 9.0), "b": torch.zeros(4, dtype=torch.float64)}
         checkpointer.restore(state, cast=True, resize=True)
     assert state["a"].tolist() == [0, 1, 2, 3, 9, 9]
@@ -249,9 +241,9 @@ class WithTables(nn.Module):
         self.register_buffer("counts", torch.ones(3))
 
 
-def test_meta_tensors_are_told_to_be_allocated_and_buffers_are_named(tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save({"model": WithTables()}, 7)
+def test_meta_tensors_are_told_to_be_allocated_and_buffers_are_named(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, {"model": WithTables()}, 7)
     with torch.device("meta"):
         model = WithTables()
     with pytest.raises(StateError, match=r"model: 6 tensors .* to_empty\(device=...\) first, and compute .*: angles"):
@@ -262,7 +254,7 @@ def test_meta_tensors_are_told_to_be_allocated_and_buffers_are_named(tmp_path: P
         restored(tmp_path / "root", {"x": torch.empty(3, device="meta")})
 
 
-def test_frozen_layers_and_an_average_of_the_weights(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_frozen_layers_and_an_average_of_the_weights(tmp_path: Path) -> None:
     def make(fill: float) -> dict[str, Any]:
         model = Tower(fill)
         model.encoder.requires_grad_(False)
@@ -274,8 +266,8 @@ def test_frozen_layers_and_an_average_of_the_weights(tmp_path: Path, queue: Asyn
         return {"model": model, "average": average, "optimizer": optimizer}
 
     saved = make(1.0)
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save(saved, 7)
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, saved, 7)
     state = make(2.0)
     restored(tmp_path / "root", state)
     for name in ("model", "average"):
@@ -301,7 +293,7 @@ def _sharded(rank: int, world_size: int, root: Path) -> list[Any]:
     full = torch.arange(24.0).reshape(6, 4)
     with Checkpointer(root) as checkpointer:
         state = {"t": distribute_tensor(full, mesh, [Shard(0)]), "own": PerRank(rank)}
-        checkpointer.save(state, 7)
+        save_here(checkpointer, state, 7)
         target = distribute_tensor(torch.full((9, 5), -1.0, dtype=torch.float64), mesh, [Shard(0)])
         checkpointer.restore({"x": target}, only=["x"], rename={"t": "x"}, cast=True, resize=True)
         assert isinstance(target, DTensor)
@@ -327,9 +319,9 @@ class Tied(nn.Module):
             nn.init.constant_(parameter, fill + number)
 
 
-def test_only_the_second_name_of_a_tied_weight(tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save({"model": Tied(1.0)}, 7)
+def test_only_the_second_name_of_a_tied_weight(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, {"model": Tied(1.0)}, 7)
     model = Tied(5.0)
     report = restored(tmp_path / "root", {"model": model}, only=["model/head"])
     assert report.restored == ("model/head.bias", "model/head.weight")
@@ -337,10 +329,10 @@ def test_only_the_second_name_of_a_tied_weight(tmp_path: Path, queue: AsyncCalls
 
 
 @pytest.mark.parametrize("stored", ["embedding", "head"])
-def test_a_step_with_one_name_of_a_tied_weight(tmp_path: Path, stored: str, queue: AsyncCallsQueue) -> None:
+def test_a_step_with_one_name_of_a_tied_weight(tmp_path: Path, stored: str) -> None:
     weights = {f"{stored}.weight": Tied(1.0).head.weight.detach(), "head.bias": Tied(1.0).head.bias.detach()}
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save({"model": weights}, 7)
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, {"model": weights}, 7)
     model = Tied(5.0)
     restored(tmp_path / "root", {"model": model})
     assert values(model) == values(Tied(1.0))
@@ -348,20 +340,18 @@ def test_a_step_with_one_name_of_a_tied_weight(tmp_path: Path, stored: str, queu
         restored(tmp_path / "root", {"model": Tied(5.0, tied=False)})
 
 
-def test_a_step_with_no_name_of_a_tied_weight(tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save({"model": {"head.bias": torch.zeros(5)}}, 7)
+def test_a_step_with_no_name_of_a_tied_weight(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, {"model": {"head.bias": torch.zeros(5)}}, 7)
     with pytest.raises(StateMismatchError) as caught:
         restored(tmp_path / "root", {"model": Tied(5.0)})
     assert "missing: model/embedding.weight" in str(caught.value)
     assert "missing: model/head.weight" in str(caught.value)
 
 
-def test_two_tensors_for_one_tied_weight_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, queue: AsyncCallsQueue
-) -> None:
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save({"model": Tied(1.0, tied=False)}, 7)
+def test_two_tensors_for_one_tied_weight_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, {"model": Tied(1.0, tied=False)}, 7)
     model = Tied(5.0)
     restored(tmp_path / "root", {"model": model})
     assert values(model) == {"embedding.weight": 1.0, "head.bias": 3.0}
@@ -381,7 +371,7 @@ def _tied_differently(rank: int, world_size: int, root: Path) -> list[Any]:
         return {"a": a, "b": b, "c": (b if rank else a) if tied else torch.zeros(3)}
 
     with Checkpointer(root) as checkpointer:
-        checkpointer.save({"own": PerRank(make(1.0, True))}, 7)
+        save_here(checkpointer, {"own": PerRank(make(1.0, True))}, 7)
         target = make(0.0, False)
         checkpointer.restore({"own": PerRank(target)})
     loaded = ckpt.load(root, rank=rank)["own"]
@@ -413,13 +403,13 @@ _BASE = torch.zeros(6, 6)
     ],
 )
 def test_views_that_overlap_are_not_restored(
-    tmp_path: Path, one: torch.Tensor, two: torch.Tensor, overlap: bool, queue: AsyncCallsQueue
+    tmp_path: Path, one: torch.Tensor, two: torch.Tensor, overlap: bool
 ) -> None:
     saved = {"one": torch.ones_like(one).contiguous(), "two": torch.full_like(two, 2).contiguous()}
     if one.shape == two.shape and one.stride() == two.stride() and one.data_ptr() == two.data_ptr():
         saved["two"] = saved["one"]
-    with ckpt.Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(saved, 1)
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, saved, 1)
         _BASE.zero_()
         state = {"one": one, "two": two}
         if overlap:

@@ -15,6 +15,7 @@ from ckpt.errors import CheckpointNotFoundError, StorageError
 from tests.ckpt.storage.small_saves import assert_whole, opened, save, state_of
 from tests.ckpt.storage.syscalls import Call, FailingLooks, Syscalls
 from tests.support import run_ranks
+from tests.support.saves import save_here
 
 _FILES = ("intent.json", "zarr.json", "index.json", "state.json", "packs/000/rank_00000_000")
 _NEWEST = "step_00000003/"
@@ -136,7 +137,7 @@ def _unreadable_for_rank_1(rank: int, world_size: int, root: Path) -> list[Any]:
 
     with ckpt.Checkpointer(root) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(state(step), step)
+            save_here(checkpointer, state(step), step)
     torch.distributed.barrier()
     found: list[Any] = []
     for path in ("step_00000002/zarr.json", "packs/000/rank_00001_000", "step_00000002/intent.json", "step_0000000"):

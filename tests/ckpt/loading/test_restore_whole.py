@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict, deque, namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 
 from ckpt import (
-    AsyncCallsQueue,
     CheckpointCorruptError,
     Checkpointer,
     CheckpointError,
@@ -25,12 +23,7 @@ from ckpt import (
 )
 from ckpt.loading import restore
 from tests.support import run_ranks
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as queue:
-        yield queue
+from tests.support.saves import save_here
 
 
 class _Untouched:
@@ -41,8 +34,8 @@ class _Untouched:
         raise AssertionError
 
 
-def test_nothing_of_the_state_is_called_when_there_is_no_step(tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+def test_nothing_of_the_state_is_called_when_there_is_no_step(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore({"optimizer": _Untouched()}) is None
     assert list(tmp_path.iterdir()) == []
 
@@ -116,9 +109,9 @@ def _content(state: dict[str, Any]) -> str:
     return "\n".join(str(part.state_dict()) if hasattr(part, "state_dict") else str(part) for part in parts)
 
 
-def test_an_object_that_refuses_leaves_everything_as_it_was(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(_state(7), 1)
+def test_an_object_that_refuses_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, _state(7), 1)
         state = _state(3, limit=5)
         before = _content(state)
         with pytest.raises(
@@ -132,16 +125,14 @@ def test_an_object_that_refuses_leaves_everything_as_it_was(queue: AsyncCallsQue
     assert _content(state) == _content(_state(7))
 
 
-def test_a_module_with_code_of_its_own_is_asked_before_it_is_overwritten(
-    queue: AsyncCallsQueue, tmp_path: Path
-) -> None:
+def test_a_module_with_code_of_its_own_is_asked_before_it_is_overwritten(tmp_path: Path) -> None:
     def build(value: int) -> dict[str, Any]:
         torch.manual_seed(value)
         return {"plain": nn.Linear(9, 9), "model": nn.Sequential(_Extra(value), nn.Linear(2, 2)), "n": value}
 
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(build(7), 1)
-        checkpointer.save(build(4), 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, build(7), 1)
+        save_here(checkpointer, build(4), 2)
         state = build(3)
         with pytest.raises(StateError, match=r"model: Sequential.load_state_dict failed: .*a version of the future"):
             checkpointer.restore(state, 1)
@@ -150,9 +141,7 @@ def test_a_module_with_code_of_its_own_is_asked_before_it_is_overwritten(
     assert _content(state) == _content(build(4))
 
 
-def test_large_tensors_of_an_object_are_not_copied_to_ask_it(
-    queue: AsyncCallsQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tensors_of_an_object_are_not_copied_to_ask_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried with the values of the checkpoint and its own tensors."""
     import ckpt.loading.state_update
 
@@ -164,8 +153,8 @@ def test_large_tensors_of_an_object_are_not_copied_to_ask_it(
                 raise ValueError("too far")
 
     monkeypatch.setattr(ckpt.loading.state_update, "_KEPT_BYTES", 10)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"object": Large(7)}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"object": Large(7)}, 1)
         state = {"object": Large(3, limit=5)}
         with pytest.raises(StateError, match=r"object: Large\.load_state_dict failed"):
             checkpointer.restore(state)
@@ -176,15 +165,15 @@ def test_large_tensors_of_an_object_are_not_copied_to_ask_it(
         assert (state["object"].position, state["object"].seen) == (7, [3, 3, 3, 7])
 
 
-def test_a_step_that_turns_out_to_be_damaged_leaves_numbers_and_objects(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"big": torch.ones(4000), "loader": _Loader(7), "n": 7}, 1)
+def test_a_step_that_turns_out_to_be_damaged_leaves_numbers_and_objects(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"big": torch.ones(4000), "loader": _Loader(7), "n": 7}, 1)
     damaged = tmp_path / "step_00000001" / "packs/000/rank_00000_000"
     data = bytearray(damaged.read_bytes())
     data[100] ^= 1
     damaged.write_bytes(data)
     state = {"big": torch.zeros(4000), "loader": _Loader(3), "n": 3}
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(CheckpointCorruptError, match="tensor big") as caught:
             checkpointer.restore(state, 1)
         assert (state["loader"].content(), state["n"]) == (_Loader(3).content(), 3)
@@ -193,7 +182,7 @@ def test_a_step_that_turns_out_to_be_damaged_leaves_numbers_and_objects(queue: A
 
 def _one_refuses(rank: int, world_size: int, root: Path) -> str:
     with Checkpointer(root) as checkpointer:
-        checkpointer.save({"t": torch.ones(50), "own": PerRank(_Loader(7))}, 1)
+        save_here(checkpointer, {"t": torch.ones(50), "own": PerRank(_Loader(7))}, 1)
         state = {"t": torch.zeros(50), "own": PerRank(_Loader(3, limit=5 if rank else 9))}
         with pytest.raises(StateError) as caught:
             checkpointer.restore(state)
@@ -213,7 +202,7 @@ def _rank_0_cannot_look(rank: int, world_size: int, root: Path) -> tuple[str, st
         raise ValueError("a driver of the storage has a bug")
 
     with Checkpointer(root, timeout=10) as checkpointer:
-        checkpointer.save({"t": torch.ones(50)}, 1)
+        save_here(checkpointer, {"t": torch.ones(50)}, 1)
         state = {"t": torch.zeros(50)}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(restore, "published_candidates", breaks)
@@ -238,14 +227,12 @@ class _OnlyOnce(_Loader):
             raise ValueError("once was enough")
 
 
-def test_an_object_that_refuses_in_the_end_is_told_apart_from_what_is_restored(
-    queue: AsyncCallsQueue, tmp_path: Path
-) -> None:
+def test_an_object_that_refuses_in_the_end_is_told_apart_from_what_is_restored(tmp_path: Path) -> None:
     def build(value: int) -> dict[str, Any]:
         return {"t": torch.full((5,), value), "a": _Loader(value), "b": _OnlyOnce(value), "c": _Loader(value)}
 
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(build(7), 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, build(7), 1)
         state = build(3)
         with pytest.raises(
             StateError, match=r"(?s)b: _OnlyOnce.*All tensors, values and the objects before it.*loaded: c"
@@ -260,7 +247,7 @@ def test_an_object_that_refuses_in_the_end_is_told_apart_from_what_is_restored(
 @pytest.mark.parametrize("stepped", [True, False])
 @pytest.mark.parametrize("tensor_rate", [True, False])
 def test_an_optimizer_of_other_parameters_is_refused_before_anything_is_restored(
-    queue: AsyncCallsQueue, tmp_path: Path, stepped: bool, tensor_rate: bool
+    tmp_path: Path, stepped: bool, tensor_rate: bool
 ) -> None:
     """A layer that was frozen is trained now."""
 
@@ -270,8 +257,8 @@ def test_an_optimizer_of_other_parameters_is_refused_before_anything_is_restored
             optimizer.param_groups[0]["lr"] = torch.tensor(0.01 * seed)
         return {"model": model, "optimizer": optimizer}
 
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(build(1, 2, 2), 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, build(1, 2, 2), 1)
         state = build(2, 3, 2 if stepped else 0)
         before = _content(state)
         with pytest.raises(StateMismatchError) as caught:
@@ -287,10 +274,12 @@ def test_an_optimizer_of_other_parameters_is_refused_before_anything_is_restored
     assert before.endswith(str(state["optimizer"].state_dict())), "all of the optimizer is left out"
 
 
-def test_an_optimizer_with_other_groups_is_refused(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_an_optimizer_with_other_groups_is_refused(tmp_path: Path) -> None:
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(4)]
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"optimizer": torch.optim.SGD([{"params": parameters[:3]}, {"params": parameters[3:]}])}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(
+            checkpointer, {"optimizer": torch.optim.SGD([{"params": parameters[:3]}, {"params": parameters[3:]}])}, 1
+        )
         with pytest.raises(StateMismatchError, match=r"2 parameter groups with 3, 1 .* 1 parameter group with 4 "):
             checkpointer.restore({"optimizer": torch.optim.SGD(parameters)})
         with pytest.raises(StateMismatchError, match=r"2 parameter groups with 3, 1 .* 2 parameter groups with 2, 2 "):
@@ -328,11 +317,11 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("stepped", [True, False])
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adafactor", "adagrad", "lbfgs"])
 def test_the_state_of_a_parameter_that_does_not_fit_is_left_out_as_a_whole(
-    queue: AsyncCallsQueue, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, stepped: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, stepped: bool
 ) -> None:
     source, optimizer = _with_vocabulary(20, kind, 3)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"model": source, "optimizer": optimizer}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"model": source, "optimizer": optimizer}, 1)
         model, other = _with_vocabulary(24, kind, 1 if stepped else 0)
         state = {"model": model, "optimizer": other}
         before, first = _content(state), next(iter(model.parameters()))
@@ -358,7 +347,7 @@ class _Pair(NamedTuple):
     steps: int
 
 
-def test_values_beside_tensors_come_back_in_every_container(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_values_beside_tensors_come_back_in_every_container(tmp_path: Path) -> None:
     def build(value: int) -> dict[str, Any]:
         def tensor() -> torch.Tensor:
             return torch.full((3,), value)
@@ -379,8 +368,8 @@ def test_values_beside_tensors_come_back_in_every_container(queue: AsyncCallsQue
 
     state = build(3)
     tensors = [state["tuple"][0], state["pair"].weight, state["deque"][0], state["args"].weight]
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(build(7), 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, build(7), 1)
         checkpointer.restore(state)
     assert str(state) == str(build(7))
     assert type(state["pair"]) is _Pair
@@ -417,11 +406,11 @@ class _Odd(tuple):  # a tuple that cannot be made from its items
     ],
 )
 def test_a_value_that_cannot_be_replaced_is_refused_before_anything_is_restored(
-    queue: AsyncCallsQueue, tmp_path: Path, build: Any, name: str
+    tmp_path: Path, build: Any, name: str
 ) -> None:
     tensor = torch.zeros(3)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(build(7, torch.ones(3)), 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, build(7, torch.ones(3)), 1)
         with pytest.raises(StateMismatchError, match=f"read-only: {name} is in a container"):
             checkpointer.restore(build(3, tensor))
         assert not tensor.any()
@@ -429,15 +418,13 @@ def test_a_value_that_cannot_be_replaced_is_refused_before_anything_is_restored(
         assert tensor.all()
 
 
-def test_a_container_that_takes_no_other_value_leaves_everything_as_it_was(
-    queue: AsyncCallsQueue, tmp_path: Path
-) -> None:
+def test_a_container_that_takes_no_other_value_leaves_everything_as_it_was(tmp_path: Path) -> None:
     class Frozen(dict[str, Any]):
         def __setitem__(self, key: str, value: Any) -> None:
             raise KeyError("closed")
 
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"t": torch.ones(3), "n": 7, "d": {"x": 7}}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"t": torch.ones(3), "n": 7, "d": {"x": 7}}, 1)
         state = {"t": torch.zeros(3), "n": 3, "d": Frozen(x=3)}
         with pytest.raises(StateError, match="d/x: the container does not accept 7: KeyError"):
             checkpointer.restore(state)
@@ -445,11 +432,11 @@ def test_a_container_that_takes_no_other_value_leaves_everything_as_it_was(
     assert not state["t"].any()
 
 
-def test_containers_keep_their_type_and_place(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_containers_keep_their_type_and_place(tmp_path: Path) -> None:
     state = {"empty": OrderedDict(), "list": [1, 2], "flag": True}
     empty, numbers = state["empty"], state["list"]
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"empty": {}, "list": [1, 2], "flag": 1}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"empty": {}, "list": [1, 2], "flag": 1}, 1)
         checkpointer.restore(state)
     assert state["empty"] is empty
     assert state["list"] is numbers
@@ -484,8 +471,6 @@ _Held = namedtuple("_Held", "weights")
     ],
     ids=["cycle", "state_dict", "set", "tuple", "namespace", "namespace of values", "number", "tensor"],
 )
-def test_a_state_that_cannot_be_stored_is_refused_by_name(
-    queue: AsyncCallsQueue, tmp_path: Path, state: Any, says: str
-) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer, pytest.raises(CheckpointError, match=says):
+def test_a_state_that_cannot_be_stored_is_refused_by_name(tmp_path: Path, state: Any, says: str) -> None:
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match=says):
         checkpointer.save_request(state, 1)

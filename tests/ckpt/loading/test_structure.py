@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt import AsyncCallsQueue, Checkpointer, PerRank, StateError, StateMismatchError
+from ckpt import Checkpointer, PerRank, StateError, StateMismatchError
 from tests.support import run_ranks
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as queue:
-        yield queue
+from tests.support.saves import save_here
 
 
 def _forms() -> dict[str, Any]:
@@ -51,9 +45,7 @@ def _text(item: Any) -> str:
 
 
 @pytest.mark.parametrize("stored", [name for name in _forms() if name != "array"])
-def test_what_is_in_a_dict_or_a_list_becomes_what_the_step_has(
-    queue: AsyncCallsQueue, tmp_path: Path, stored: str
-) -> None:
+def test_what_is_in_a_dict_or_a_list_becomes_what_the_step_has(tmp_path: Path, stored: str) -> None:
     """All pairs of forms: in a dict, in a list, of a rank, and in the state dict of an object."""
 
     def build(form: str) -> dict[str, Any]:
@@ -64,8 +56,8 @@ def test_what_is_in_a_dict_or_a_list_becomes_what_the_step_has(
             "object": _Holder(_forms()[form]),
         }
 
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save(build(stored), 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, build(stored), 1)
         for own in _forms():
             if "array" not in own:
                 state, expected = build(own), build(stored)
@@ -89,9 +81,9 @@ class _Holder:
         self.item = state_dict["kept"]["item"]
 
 
-def test_the_containers_of_the_user_stay_the_same_objects(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"log": {"loss": [torch.ones(2), torch.ones(3)], "n": 2}, "last": torch.ones(2)}, 1)
+def test_the_containers_of_the_user_stay_the_same_objects(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"log": {"loss": [torch.ones(2), torch.ones(3)], "n": 2}, "last": torch.ones(2)}, 1)
         losses: list[Any] = [torch.zeros(2)]
         log: dict[str, Any] = {"gone": torch.zeros(4), "loss": losses}
         first = losses[0]
@@ -108,16 +100,16 @@ def test_the_containers_of_the_user_stay_the_same_objects(queue: AsyncCallsQueue
     assert report.removed == ("log/gone",)
 
 
-def test_what_is_removed_is_logged(queue: AsyncCallsQueue, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer, caplog.at_level(logging.WARNING, "ckpt"):
-        checkpointer.save({"log": {"a": 1}}, 1)
+def test_what_is_removed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path) as checkpointer, caplog.at_level(logging.WARNING, "ckpt"):
+        save_here(checkpointer, {"log": {"a": 1}}, 1)
         checkpointer.restore({"log": {"a": 2, "b": torch.ones(3)}})
     assert "removed from the state:\n  log/b" in caplog.text
 
 
-def test_the_structure_of_the_state_can_be_insisted_on(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"log": {"a": torch.ones(2), "b": 3}, "list": [torch.ones(1), torch.ones(1)]}, 1)
+def test_the_structure_of_the_state_can_be_insisted_on(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"log": {"a": torch.ones(2), "b": 3}, "list": [torch.ones(1), torch.ones(1)]}, 1)
         state: dict[str, Any] = {"log": {}, "list": [torch.zeros(1)]}
         with pytest.raises(StateMismatchError) as caught:
             checkpointer.restore(state, structure="state")
@@ -137,11 +129,11 @@ class _Failing:
             raise ValueError("too many")
 
 
-def test_containers_are_as_before_if_the_restore_fails(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_containers_are_as_before_if_the_restore_fails(tmp_path: Path) -> None:
     failing = _Failing()
     failing.state_dict = lambda: {"n": 2}  # type: ignore[method-assign]
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"log": {"a": [torch.ones(2)]}, "list": [torch.ones(3)], "object": failing}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"log": {"a": [torch.ones(2)]}, "list": [torch.ones(3)], "object": failing}, 1)
         log: dict[str, Any] = {"b": torch.zeros(1), "a": [1, 2]}
         state = {"log": log, "list": [], "object": _Failing()}
         with pytest.raises(StateError, match="too many"):
@@ -177,22 +169,20 @@ def _dicts_of_modules() -> dict[str, tuple[Any, Any]]:
 
 @pytest.mark.parametrize("case", _dicts_of_modules())
 @pytest.mark.parametrize("grows", [False, True])
-def test_parameters_and_objects_must_be_those_of_the_step(
-    queue: AsyncCallsQueue, tmp_path: Path, case: str, grows: bool
-) -> None:
+def test_parameters_and_objects_must_be_those_of_the_step(tmp_path: Path, case: str, grows: bool) -> None:
     small, large = _dicts_of_modules()[case]
     saved, state = (large, small) if grows else (small, large)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"other": torch.ones(1), **saved}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"other": torch.ones(1), **saved}, 1)
         other = torch.zeros(1)
         with pytest.raises(StateMismatchError, match="unexpected: " if grows else "missing: "):
             checkpointer.restore({"other": other, **state})
     assert not other.any()
 
 
-def test_with_strict_false_nothing_is_removed(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"m": {"body": torch.ones(2), "log": {"n": 3}}, "list": [torch.ones(1)]}, 1)
+def test_with_strict_false_nothing_is_removed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"m": {"body": torch.ones(2), "log": {"n": 3}}, "list": [torch.ones(1)]}, 1)
         state: dict[str, Any] = {
             "m": {"body": torch.zeros(2), "head": torch.zeros(3), "log": {}},
             "list": [torch.zeros(1), torch.zeros(1)],
@@ -207,9 +197,11 @@ def test_with_strict_false_nothing_is_removed(queue: AsyncCallsQueue, tmp_path: 
     assert report.missing == ("list/1", "m/head")
 
 
-def test_a_form_that_does_not_fit_is_told_in_words(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"a": torch.ones(3), "b": 3, "c": {"x": torch.ones(1)}, "d": PerRank(3), "e": 5, "f": 6}, 1)
+def test_a_form_that_does_not_fit_is_told_in_words(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(
+            checkpointer, {"a": torch.ones(3), "b": 3, "c": {"x": torch.ones(1)}, "d": PerRank(3), "e": 5, "f": 6}, 1
+        )
         state = {
             "a": 1,
             "b": torch.zeros(2),
@@ -234,13 +226,13 @@ def test_a_form_that_does_not_fit_is_told_in_words(queue: AsyncCallsQueue, tmp_p
 # -- objects of libraries ----------------------------------------------------------------------------------------------
 
 
-def test_a_gradient_scaler_that_is_switched_off_or_on(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_a_gradient_scaler_that_is_switched_off_or_on(tmp_path: Path) -> None:
     def scaler(enabled: bool, scale: float) -> torch.amp.GradScaler:
         return torch.amp.GradScaler("cpu", init_scale=scale, enabled=enabled)
 
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"n": 1, "scaler": scaler(True, 64.0)}, 1)
-        checkpointer.save({"n": 2, "scaler": scaler(False, 8.0)}, 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"n": 1, "scaler": scaler(True, 64.0)}, 1)
+        save_here(checkpointer, {"n": 2, "scaler": scaler(False, 8.0)}, 2)
         off, on = scaler(False, 8.0), scaler(True, 8.0)
         assert checkpointer.restore({"n": 0, "scaler": off}, 1) == 1
         assert checkpointer.restore({"n": 0, "scaler": off}, 2) == 2
@@ -255,16 +247,16 @@ def test_a_gradient_scaler_that_is_switched_off_or_on(queue: AsyncCallsQueue, tm
         assert (state["n"], on.get_scale()) == (1, 64.0)
 
 
-def test_an_object_of_another_kind_is_refused(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_an_object_of_another_kind_is_refused(tmp_path: Path) -> None:
     """A scheduler takes whatever it is given, so its names are compared."""
     optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"s": torch.optim.lr_scheduler.StepLR(optimizer, 3)}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"s": torch.optim.lr_scheduler.StepLR(optimizer, 3)}, 1)
         with pytest.raises(StateMismatchError, match=r"missing: s/T_max"):
             checkpointer.restore({"s": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)})
 
 
-def test_metrics_with_lists(queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_metrics_with_lists(tmp_path: Path) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
     def metric(batches: int) -> Any:
@@ -274,8 +266,8 @@ def test_metrics_with_lists(queue: AsyncCallsQueue, tmp_path: Path) -> None:
             result.update(torch.full((number + 1,), float(number)))
         return result
 
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"metric": metric(3)}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"metric": metric(3)}, 1)
         for batches in (0, 1, 5):
             target = metric(batches)
             checkpointer.restore({"metric": target})
@@ -290,7 +282,7 @@ def _lists_of_ranks(rank: int, world_size: int, root: Path) -> None:
         }
 
     with Checkpointer(root) as checkpointer:
-        checkpointer.save(build(3), 1)
+        save_here(checkpointer, build(3), 1)
         for count in (0, 1, 5):
             state = build(count)
             assert checkpointer.restore(state) == 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import AsyncCallsQueue, Checkpointer, StateError, StateMismatchError
+from ckpt import Checkpointer, StateError, StateMismatchError
 from tests.support import run_ranks
+from tests.support.saves import save_here
+from tests.support.template import quick_python
 
 
 class Scaled(torch.Tensor):
@@ -64,7 +65,7 @@ def test_a_class_that_nobody_registered_is_refused(tmp_path: Path) -> None:
         Checkpointer(tmp_path) as checkpointer,
         pytest.raises(StateError, match=r"Unknown; .*\.register_tensor_subclass"),
     ):
-        checkpointer.save({"w": tensor}, 1)
+        save_here(checkpointer, {"w": tensor}, 1)
     with pytest.raises(TypeError, match="__tensor_flatten__"):
         ckpt.register_tensor_subclass(torch.Tensor)
     with pytest.raises(ValueError, match="must be one of shape, elements, whole"):
@@ -75,7 +76,7 @@ def test_a_class_that_nobody_registered_is_refused(tmp_path: Path) -> None:
 def test_it_is_restored_in_place_and_loaded_without_a_template(tmp_path: Path) -> None:
     saved = scaled(4, first=1)
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"w": saved, "again": saved}, 1)
+        save_here(checkpointer, {"w": saved, "again": saved}, 1)
     state = {"w": scaled(4), "again": scaled(4)}
     memory = state["w"].codes.data_ptr()
     with Checkpointer(tmp_path) as checkpointer:
@@ -98,7 +99,7 @@ def test_it_is_restored_in_place_and_loaded_without_a_template(tmp_path: Path) -
 @pytest.mark.usefixtures("registered")
 def test_a_plain_tensor_of_the_step_does_not_fit_one(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"w": torch.zeros(4, 3)}, 1)
+        save_here(checkpointer, {"w": torch.zeros(4, 3)}, 1)
         with pytest.raises(StateMismatchError, match=r"class: w is a plain tensor in the checkpoint, a .*Scaled"):
             checkpointer.restore({"w": scaled(4)})
 
@@ -106,10 +107,10 @@ def test_a_plain_tensor_of_the_step_does_not_fit_one(tmp_path: Path) -> None:
 def test_a_program_that_does_not_know_the_class_gets_its_parts(tmp_path: Path) -> None:
     ckpt.register_tensor_subclass(Scaled, {"levels": "whole"})
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"w": scaled(4)}, 1)
+        save_here(checkpointer, {"w": scaled(4)}, 1)
     code = "import sys, ckpt; w = ckpt.load(sys.argv[1])['w']; print(sorted(w), w['codes'].shape)"
     answer = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=50, check=True
+        [quick_python(), "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=50, check=True
     )
     assert answer.stdout == "['codes', 'levels', 'scale'] torch.Size([4, 3])\n"
 
@@ -128,7 +129,7 @@ def _sharded(world_size: int, rank: int, make: Callable[[int, int], Any], rows: 
 def _save_sharded(rank: int, world_size: int, root: Path) -> None:
     ckpt.register_tensor_subclass(Scaled, {"levels": "whole"})
     with Checkpointer(root) as checkpointer:
-        checkpointer.save({"w": _sharded(world_size, rank, scaled, 8)}, 1)
+        save_here(checkpointer, {"w": _sharded(world_size, rank, scaled, 8)}, 1)
 
 
 def _restore_sharded(rank: int, world_size: int, root: Path) -> bool:
@@ -151,12 +152,6 @@ def test_a_sharded_one_is_restored_on_another_number_of_ranks(tmp_path: Path) ->
 
 _WARNS = pytest.mark.filterwarnings("ignore")
 _KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as queue:
-        yield queue
 
 
 def _quantized(kind: str, sharded: bool = False, world_size: int = 1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -191,12 +186,12 @@ def _flat(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 @_WARNS
 @pytest.mark.parametrize("kind", _KINDS)
-def test_quantized_optimizer_state_of_torchao(kind: str, queue: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_quantized_optimizer_state_of_torchao(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     model, optimizer = _quantized(kind)
     _stepped(model, optimizer)
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"model": model, "optimizer": optimizer}, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"model": model, "optimizer": optimizer}, 1)
     expected = _flat(optimizer)
     _stepped(model, optimizer)
     after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -204,7 +199,7 @@ def test_quantized_optimizer_state_of_torchao(kind: str, queue: AsyncCallsQueue,
         other, restored = _quantized(kind)
         for _ in range(steps):
             _stepped(other, restored)
-        with Checkpointer(tmp_path, queue=queue) as checkpointer:
+        with Checkpointer(tmp_path) as checkpointer:
             checkpointer.restore({"model": other, "optimizer": restored})
         assert _flat(restored) == expected
         state = restored.state[next(iter(other.parameters()))]["exp_avg"]
@@ -219,14 +214,13 @@ def test_quantized_optimizer_state_of_torchao(kind: str, queue: AsyncCallsQueue,
 def _fsdp_save(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Save each kind after a step, and return its weights after another step."""
     after = {}
-    with AsyncCallsQueue() as queue:
-        for kind in _KINDS:
-            model, optimizer = _quantized(kind, True, world_size)
-            _stepped(model, optimizer)
-            with Checkpointer(folder / kind, queue=queue) as checkpointer:
-                checkpointer.save({"model": model, "optimizer": optimizer}, 1)
-            _stepped(model, optimizer)
-            after[kind] = {name: tensor.full_tensor().tolist() for name, tensor in model.state_dict().items()}
+    for kind in _KINDS:
+        model, optimizer = _quantized(kind, True, world_size)
+        _stepped(model, optimizer)
+        with Checkpointer(folder / kind) as checkpointer:
+            save_here(checkpointer, {"model": model, "optimizer": optimizer}, 1)
+        _stepped(model, optimizer)
+        after[kind] = {name: tensor.full_tensor().tolist() for name, tensor in model.state_dict().items()}
     return after
 
 
@@ -271,7 +265,7 @@ def test_quantized_weights_of_torchao(tmp_path: Path) -> None:
     ones = torch.ones(1, 64)
     assert not torch.equal(saved(ones), other(ones))
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"model": saved}, 1)
+        save_here(checkpointer, {"model": saved}, 1)
         checkpointer.restore({"model": other})
     assert torch.equal(saved(ones), other(ones))
 
@@ -285,7 +279,7 @@ def test_nf4_weights_of_torchao(tmp_path: Path) -> None:
     saved, other = (to_nf4(torch.randn(512, 512), 64, 256) for _ in range(2))
     assert not torch.equal(saved.get_original_weight(), other.get_original_weight())
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"w": saved}, 1)
+        save_here(checkpointer, {"w": saved}, 1)
         checkpointer.restore({"w": other})
     assert torch.equal(saved.get_original_weight(), other.get_original_weight())
 
@@ -314,7 +308,7 @@ def _torchao_sharded(kind: str, world_size: int, rank: int, seed: int) -> Any:
 def _save_torchao(rank: int, world_size: int, root: Path, *kinds: str) -> str:
     with Checkpointer(root) as checkpointer:
         try:
-            checkpointer.save({kind: _torchao_sharded(kind, world_size, rank, seed=1) for kind in kinds}, 1)
+            save_here(checkpointer, {kind: _torchao_sharded(kind, world_size, rank, seed=1) for kind in kinds}, 1)
         except ckpt.CheckpointError as error:
             return str(error)
     return ""

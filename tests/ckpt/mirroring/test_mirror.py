@@ -43,6 +43,7 @@ from tests.ckpt.mirroring.support import (
 )
 from tests.ckpt.mirroring.support import job as start_job
 from tests.support import LeakCheck, run_ranks
+from tests.support.saves import save_here
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -218,7 +219,7 @@ def test_restore_with_a_mirror_that_is_away(roots: tuple[Path, Path], job: Jobs)
     with job(first, mirror) as run, pytest.raises(StorageError, match="may have a newer step"):
         run.restore()
     with ckpt.Checkpointer(first) as checkpointer:
-        checkpointer.save(state_of(1), 1)
+        save_here(checkpointer, state_of(1), 1)
     with job(first, mirror) as run:
         assert run.restore() == (1, str(first))
 
@@ -346,7 +347,7 @@ def test_another_branch(roots: tuple[Path, Path], job: Jobs) -> None:
         run.copy(1, 2, 3)
     with ckpt.Checkpointer(first) as checkpointer:  # without the mirror, so that this has the old branch only
         assert checkpointer.restore(state_of(0), 1) == 1
-        checkpointer.save(state_of(2), 2)
+        save_here(checkpointer, state_of(2), 2)
     with job(first, mirror_of(second)) as run:
         assert run.restore() == (2, str(first))
         run.copy(4)
@@ -590,7 +591,7 @@ def test_shares(roots: tuple[Path, Path]) -> None:
 
 def _save_of_two(rank: int, world_size: int, first: str) -> None:
     with ckpt.Checkpointer(first) as checkpointer:
-        checkpointer.save({"own": ckpt.PerRank(torch.full((100_000,), float(rank)))}, 8)
+        save_here(checkpointer, {"own": ckpt.PerRank(torch.full((100_000,), float(rank)))}, 8)
 
 
 def test_arguments(tmp_path: Path) -> None:

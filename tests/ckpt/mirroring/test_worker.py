@@ -19,6 +19,7 @@ from ckpt.saving.retention import PublishedStep
 from ckpt.storage.roots import open_root
 from tests.ckpt.mirroring.support import job, mirror_of, mirror_process, mirror_processes, state_of
 from tests.support import LeakCheck, is_gone
+from tests.support.template import quick_python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -133,7 +134,7 @@ def test_a_worker_outlives_the_keeper(tmp_path: Path, leak_check: LeakCheck) -> 
 
 def test_the_output_of_a_trainer_ends_with_it(tmp_path: Path) -> None:
     """What reads it, as `tee` or a launcher, does not wait for the worker, which goes on with its copy."""
-    command = [sys.executable, "-c", _TRAINER, str(tmp_path / "nvme"), str(tmp_path / "mirror")]
+    command = [quick_python(), "-c", _TRAINER, str(tmp_path / "nvme"), str(tmp_path / "mirror")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as trainer:
         output, _ = trainer.communicate(timeout=40)  # until all have closed it
     worker = psutil.Process(int(output.split()[-1]))

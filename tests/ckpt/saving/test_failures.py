@@ -38,6 +38,7 @@ from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate, ask
 from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import LeakCheck, launch_ranks, run_ranks
+from tests.support.saves import save_here
 from tests.support.selection import FULL
 
 _MB = 1 << 20
@@ -538,17 +539,17 @@ def test_many_saves_leave_nothing(tmp_path: Path, leak_check: LeakCheck) -> None
 def test_retention_keeps_multiples_and_what_is_being_read(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path, keep=ckpt.Latest(2) | ckpt.Every(4)) as checkpointer:
         for step in range(1, 6):
-            checkpointer.save(_state(step, 100), step)
+            save_here(checkpointer, _state(step, 100), step)
         assert checkpointer.all_steps() == [4, 5]
         reader = lock_shared(str(tmp_path / "step_00000005"))
         assert reader is not None
         with reader:
             for step in range(6, 9):
-                checkpointer.save(_state(step, 100), step)
+                save_here(checkpointer, _state(step, 100), step)
             assert checkpointer.all_steps() == [4, 5, 7, 8]
             with ckpt.Checkpointer(tmp_path, read_only=True) as other:
                 _assert_restored(other, 5, 5.0, 100)
-        checkpointer.save(_state(9, 100), 9)
+        save_here(checkpointer, _state(9, 100), 9)
         assert checkpointer.all_steps() == [4, 8, 9]
 
 
@@ -571,7 +572,7 @@ def _leave_pending(root: Path, step: int, monkeypatch: pytest.MonkeyPatch, *, co
         else:
             patch.setattr(PendingSave, "write_part", stop)
         with pytest.raises(_Stop):
-            checkpointer.save_request(_state(step), step).execute_sync()
+            save_here(checkpointer, _state(step), step)
 
 
 @pytest.mark.parametrize("how", ["recover", "restore", "save"])
@@ -580,7 +581,7 @@ def test_left_over_saves_are_decided_by_the_next_start(
 ) -> None:
     root = CheckpointRoot(str(tmp_path / "root"))
     with ckpt.Checkpointer(root.path) as checkpointer:
-        checkpointer.save(_state(1.0), 1)
+        save_here(checkpointer, _state(1.0), 1)
     _leave_pending(Path(root.path), 3, monkeypatch, complete=False)
     complete = tmp_path / "complete"
     _leave_pending(complete, 2, monkeypatch, complete=True)
@@ -590,7 +591,7 @@ def test_left_over_saves_are_decided_by_the_next_start(
     with ckpt.Checkpointer(root.path) as checkpointer:
         state = _state(0.0)
         if how == "save":
-            checkpointer.save(state, 4)
+            save_here(checkpointer, state, 4)
         else:
             if how == "recover":
                 assert checkpointer.recover() == [1, 2]
@@ -600,7 +601,7 @@ def test_left_over_saves_are_decided_by_the_next_start(
             assert "abandoned the unfinished save of step 3" in caplog.text
         assert root.pending() == []
         assert checkpointer.all_steps() == ([1, 2, 4] if how == "save" else [1, 2])
-        checkpointer.save(_state(5.0), 3)
+        save_here(checkpointer, _state(5.0), 3)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

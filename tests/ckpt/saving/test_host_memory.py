@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckpt
 from ckpt.errors import StateError
 from tests.support import LeakCheck, run_ranks
+from tests.support.saves import save_here
 
 _SMALL_BYTES = 1 << 20  # enough for `_small`, and not for `_large`
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -63,7 +64,7 @@ def test_the_limit_is_that_of_all_slots_together(tmp_path: Path, shape: str, lea
         assert checkpointer.all_steps() == []
     enough = ckpt.Staging(max_host_bytes=needed, **options)
     with ckpt.Checkpointer(tmp_path / "saved", staging=enough) as checkpointer:
-        checkpointer.save(_large(2.0), 2)
+        save_here(checkpointer, _large(2.0), 2)
         assert _staging_bytes(checkpointer) == needed
         restored = _large(0.0)
         assert checkpointer.restore(restored) == 2
@@ -111,14 +112,14 @@ def _restore_and_save(rank: int, world_size: int, root: Path) -> tuple[list[int 
         assert state["value"] == 1.0
         error = _refused(checkpointer.async_save, state, 2)
         _refused(checkpointer.async_save, state, 2)
-        checkpointer.save(_small(3.0), 3)
+        save_here(checkpointer, _small(3.0), 3)
         return steps, str(error)
 
 
 def test_a_restore_is_not_refused(tmp_path: Path) -> None:
     """It begins to plan the next save, which is the one that is refused."""
     with ckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(_large(1.0), 1)
+        save_here(checkpointer, _large(1.0), 1)
     first, second = (result.value for result in run_ranks(_restore_and_save, 2, tmp_path))
     assert first == second
     assert first[0] == [1, 1, 1]

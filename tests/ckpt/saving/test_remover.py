@@ -20,6 +20,7 @@ from tests.ckpt.crash.killers import wait_until
 from tests.ckpt.storage.small_saves import assert_whole, opened, save
 from tests.ckpt.storage.syscalls import Call, Syscalls
 from tests.support import LeakCheck, run_ranks
+from tests.support.saves import save_here
 
 _RANKS = 2
 
@@ -197,7 +198,7 @@ def test_the_next_run_deletes_what_a_killed_one_has_left(tmp_path: Path) -> None
     root = CheckpointRoot(str(tmp_path))
     with ckpt.Checkpointer(root.path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(_state(step), step)
+            save_here(checkpointer, _state(step), step)
     assert root.retire_step(1, None) is not None  # and then it was killed
     with ckpt.Checkpointer(root.path) as checkpointer:
         assert checkpointer.restore(_state(0)) == 2

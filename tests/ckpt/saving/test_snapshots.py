@@ -168,7 +168,7 @@ def test_after_a_restore_nothing_newer_is_left(tmp_path: Path, leak_check: LeakC
     with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         train_step(state, 0, 1)
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
         _trained(checkpointer, state, 2, 3)
         assert checkpointer.restore(state, 1) == 1
         assert is_state_of(state, 0, 1)
@@ -226,7 +226,7 @@ def test_a_published_step_is_not_older_than_a_snapshot_because_its_slot_was_reus
         train_step(state, 0, 5)
         checkpointer.snapshot(state, 5)
         train_step(state, 0, 5)
-        checkpointer.save(state, 5)
+        save_here(checkpointer, state, 5)
         expected = state["weights"]["w0"].clone()
         (published,) = (json.loads((tmp_path / "step_00000005/intent.json").read_bytes())["save"],)
         for region in checkpointer._parts.saver._stager.memory.regions:
@@ -259,7 +259,7 @@ def test_a_wrong_byte_is_found_and_an_older_tier_is_taken(
     with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         train_step(state, 0, 1)
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
         _trained(checkpointer, state, 2, 3)
         _flip(slots, [f"step_{number:08d}" for number in (*damaged, 1)])  # of step 1, storage has another copy
         train_step(state, 0, 4)
@@ -326,7 +326,7 @@ def test_compressed_saves(tmp_path: Path, leak_check: LeakCheck) -> None:
     with ckpt.Checkpointer(tmp_path, snapshots=1, staging=ckpt.Staging(compression="zstd")) as checkpointer:
         state = fresh()
         train_step(state, 0, 1)
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
         _trained(checkpointer, state, 2, 2)
         train_step(state, 0, 3)
         assert checkpointer.restore(state) == 2
@@ -345,7 +345,7 @@ def test_read_only(tmp_path: Path) -> None:
 
 def _assert_next_save_continues_step_1(checkpointer: ckpt.Checkpointer, state: Any) -> None:
     train_step(state, 0, 4)
-    checkpointer.save(state, 4)
+    save_here(checkpointer, state, 4)
     assert checkpointer.all_steps() == [1, 4]
     document = json.loads((Path(checkpointer.root) / "step_00000004" / "intent.json").read_text())
     assert document["continues"]["step"] == 1
@@ -356,7 +356,7 @@ def test_the_next_save_continues_what_was_published(tmp_path: Path, leak_check: 
     with ckpt.Checkpointer(tmp_path, snapshots=1) as checkpointer:
         state = fresh()
         train_step(state, 0, 1)
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
         _trained(checkpointer, state, 2, 3)
         checkpointer.bridge.recover_from_fault(_DRAIN)
         assert checkpointer.restore(state) == 3
@@ -371,7 +371,7 @@ def test_a_branch_that_was_left_is_superseded_after_a_restore_from_memory(
         state = fresh()
         for step in (1, 2):
             train_step(state, 0, step)
-            checkpointer.save(state, step)
+            save_here(checkpointer, state, step)
         assert checkpointer.restore(state, 1) == 1
         _trained(checkpointer, state, 2, 3)
         checkpointer.bridge.recover_from_fault(_DRAIN)
@@ -388,7 +388,7 @@ def test_the_next_save_continues_what_was_published_if_the_registered_state_was_
         checkpointer.register(**state)
         checkpointer.bridge.leave_restoring_to_next_iteration()
         train_step(state, 0, 1)
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
         _trained(checkpointer, state, 2, 3)
         checkpointer.bridge.recover_from_fault(_DRAIN)
         checkpointer.bridge.restore_registered(StoreRanks(0, 1, None, 10), 1)

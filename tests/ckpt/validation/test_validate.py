@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt import AsyncCallsQueue, Checkpointer, PerRank, Staging
+from ckpt import Checkpointer, PerRank, Staging
 from ckpt.loading.consistency import array_name, read_index
 from ckpt.native import crc32c
 from ckpt.storage.documents import digest
@@ -28,6 +28,7 @@ from ckpt.validation import Problem, Report, validate
 from ckpt.validation.database import compressed_places
 from tests.ckpt.validation.forgery import array_of, reseal_index, reseal_part, reseal_root
 from tests.support import layouts, run_ranks
+from tests.support.saves import save_here
 
 RANKS = 4
 SHARDED = ("sharded", "rows(33, 17)")
@@ -39,11 +40,10 @@ PART = "parts/000/rank_00001.json"
 
 def save_all(rank: int, world_size: int, folder: Path) -> None:
     state = layouts.build(world_size) | {"own": PerRank(torch.full((rank + 5, 3), 1.0))}
-    with AsyncCallsQueue() as queue:
-        for name, compression in (("plain", None), ("zstd", "zstd")):
-            staging = Staging(compression=compression, file_bytes=8192, inner_bytes=256)
-            with Checkpointer(folder / name, queue=queue, staging=staging) as checkpointer:
-                checkpointer.save(state, 1)
+    for name, compression in (("plain", None), ("zstd", "zstd")):
+        staging = Staging(compression=compression, file_bytes=8192, inner_bytes=256)
+        with Checkpointer(folder / name, staging=staging) as checkpointer:
+            save_here(checkpointer, state, 1)
 
 
 @pytest.fixture(scope="session")

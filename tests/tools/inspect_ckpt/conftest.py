@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ckpt import AsyncCallsQueue
 from tests.support import run_ranks
 from tests.tools.inspect_ckpt import states
 from tests.tools.inspect_ckpt.commands import Commands
@@ -23,10 +21,3 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     run_ranks(states.save_all, 1, folder)
     run_ranks(states.save_two_ranks, 2, folder)
     return {name: folder / name for name in states.NAMES}
-
-
-@pytest.fixture(scope="session")
-def queue() -> Iterator[AsyncCallsQueue]:
-    """Writer processes shared by all tests that save."""
-    with AsyncCallsQueue() as queue:
-        yield queue

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ckpt import Checkpointer, PerRank, Staging
+from tests.support.saves import save_here
 
 NAMES = ("one", "zstd", "two")
 STEPS = (3, 4)
@@ -39,7 +40,7 @@ def _save(root: Path, rank: int, compression: str | None, more: Mapping[str, Any
     staging = Staging(compression=compression, file_bytes=4096, inner_bytes=256)
     with Checkpointer(root, staging=staging) as checkpointer:
         for step in STEPS:
-            checkpointer.save(state(step, rank) | more, step)
+            save_here(checkpointer, state(step, rank) | more, step)
 
 
 def save_all(rank: int, world_size: int, folder: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -56,6 +58,12 @@ STATES = st.recursive(
     lambda inner: st.one_of(st.dictionaries(KEYS, inner, max_size=4), st.lists(inner, max_size=3)),
     max_leaves=12,
 )
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[AsyncCallsQueue]:
+    with AsyncCallsQueue() as queue:
+        yield queue
 
 
 @settings(max_examples=200 if FULL else 25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

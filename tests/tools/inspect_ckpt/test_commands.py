@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt import AsyncCallsQueue, Checkpointer, Staging
+from ckpt import Checkpointer, Staging
 from ckpt.loading.consistency import read_index
 from ckpt.ranks.failure import Failure
 from ckpt.storage.commit import Abandoned, PendingSave
@@ -21,6 +21,7 @@ from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import Report
 from inprocess.ipc.process import Process
 from tests.ckpt.validation.forgery import reseal_root
+from tests.support.saves import save_here
 from tests.tools.inspect_ckpt import states
 from tests.tools.inspect_ckpt.commands import Commands
 
@@ -234,7 +235,7 @@ def test_a_step_is_not_removed_while_it_is_validated(
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, queue: AsyncCallsQueue) -> tuple[Path, Path]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two steps that differ in known ways, and have different chunks."""
     folder = tmp_path_factory.mktemp("pair")
     a = {"same": torch.arange(500.0), "small": torch.ones(3), "nan": torch.tensor([float("nan"), 1.0]), "gone": 1}
@@ -256,8 +257,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory, queue: AsyncCallsQueue) -> tu
     b |= {"added": torch.ones(2), "n": [1, 2]}
     for name, state, size in (("a", a, 512), ("b", b, 2048)):
         staging = Staging(file_bytes=size, inner_bytes=size // 2)
-        with Checkpointer(folder / name, queue=queue, staging=staging) as checkpointer:
-            checkpointer.save(state, 1)
+        with Checkpointer(folder / name, staging=staging) as checkpointer:
+            save_here(checkpointer, state, 1)
     return folder / "a", folder / "b"
 
 
@@ -293,7 +294,7 @@ def test_diff_with_a_tolerance(run: Commands, pair: tuple[Path, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory, queue: AsyncCallsQueue) -> tuple[Path, dict[str, torch.Tensor]]:
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     tensors = {
         "normal": torch.randn(300, 70, generator=generator) * 3 + 1000,
@@ -310,8 +311,8 @@ def numbers(tmp_path_factory: pytest.TempPathFactory, queue: AsyncCallsQueue) ->
         "all_nan": torch.full((3,), float("nan")),
     }
     folder = tmp_path_factory.mktemp("numbers")
-    with Checkpointer(folder, queue=queue, staging=Staging(file_bytes=4096, inner_bytes=1024)) as checkpointer:
-        checkpointer.save(tensors, 1)
+    with Checkpointer(folder, staging=Staging(file_bytes=4096, inner_bytes=1024)) as checkpointer:
+        save_here(checkpointer, tensors, 1)
     return folder, tensors
 
 
@@ -474,11 +475,11 @@ def test_states_have_every_kind_of_chunk(saved: dict[str, Path]) -> None:
         assert max(number for _, number in index.files()) >= 2
 
 
-def test_ls_shows_metrics_and_the_best_steps(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
+def test_ls_shows_metrics_and_the_best_steps(run: Commands, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
         for step, loss in {1: 0.5, 2: 0.125, 3: 0.75}.items():
             metrics = {"loss": loss, "name": "a", "acc": 1 - loss} if step != 3 else {"loss": loss}
-            checkpointer.save({"w": torch.ones(3)}, step, metrics=metrics)
+            save_here(checkpointer, {"w": torch.ones(3)}, step, metrics=metrics)
     text = run("ls", tmp_path)
     assert "acc=0.875, loss=0.125" in text
     assert "loss: lowest in step 2, highest in step 3" in text
@@ -488,13 +489,11 @@ def test_ls_shows_metrics_and_the_best_steps(run: Commands, tmp_path: Path, queu
     assert shown["saves"][0]["metrics"]["loss"] == 0.5
 
 
-def test_a_step_that_is_a_link_is_restored_listed_and_never_deleted_through(
-    run: Commands, tmp_path: Path, queue: AsyncCallsQueue
-) -> None:
+def test_a_step_that_is_a_link_is_restored_listed_and_never_deleted_through(run: Commands, tmp_path: Path) -> None:
     root, archive = tmp_path / "root", tmp_path / "archive"
-    with Checkpointer(root, queue=queue) as checkpointer:
+    with Checkpointer(root) as checkpointer:
         for step in (1, 2):
-            checkpointer.save({"w": torch.full((3,), float(step))}, step)
+            save_here(checkpointer, {"w": torch.full((3,), float(step))}, step)
     (root / "step_00000002").rename(archive)
     (root / "step_00000002").symlink_to(archive)
     before = sorted(path.relative_to(archive) for path in archive.rglob("*"))

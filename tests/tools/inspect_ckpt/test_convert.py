@@ -16,12 +16,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-from ckpt import AsyncCallsQueue, Checkpointer, Staging
+from ckpt import Checkpointer, Staging
 from ckpt import open as open_checkpoint
 from ckpt.paths import display
 from ckpt.validation import validate
 from ckpt.values.containers import rebuild
 from tests.support import layouts, run_ranks
+from tests.support.saves import save_here
 from tests.tools.inspect_ckpt import states
 from tests.tools.inspect_ckpt.commands import Commands, peak_growth
 from tools.inspect_ckpt.__main__ import main
@@ -207,8 +208,8 @@ def dicts(state: dict[str, Any]) -> dict[str, Any]:
 
 def test_values_that_dcp_cannot_hold_without_code_are_left_out(run: Commands, tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "root") as checkpointer:
-        checkpointer.save(
-            {"t": torch.ones(3), "n": [1, (2.5,)], "args": Namespace(lr=1), "when": [date(2024, 1, 1)]}, 1
+        save_here(
+            checkpointer, {"t": torch.ones(3), "n": [1, (2.5,)], "args": Namespace(lr=1), "when": [date(2024, 1, 1)]}, 1
         )
     text = run("export", tmp_path / "root", tmp_path / "dcp", "--to", "dcp")
     assert "all bits are equal" in text
@@ -258,7 +259,7 @@ def dcp_layouts(world_size: int) -> dict[str, Any]:
 def both_ways_on_ranks(rank: int, world_size: int, folder: Path) -> list[str]:
     dcp.save(dcp_layouts(world_size), checkpoint_id=folder / "dcp")
     with Checkpointer(folder / "root", staging=Staging(file_bytes=2048, inner_bytes=512)) as checkpointer:
-        checkpointer.save(dcp_layouts(world_size), 3)
+        save_here(checkpointer, dcp_layouts(world_size), 3)
     if rank == 0:
         assert main(["convert", str(folder / "dcp"), str(folder / "new-root")]) == 0
         assert main(["export", str(folder / "root"), str(folder / "new-dcp"), "--to", "dcp"]) == 0
@@ -283,7 +284,7 @@ def test_both_ways_with_fsdp_and_tensor_parallelism(tmp_path: Path) -> None:
 def test_torch_loads_what_was_converted(run: Commands, tmp_path: Path) -> None:
     state = trained()
     with Checkpointer(tmp_path / "root") as checkpointer:
-        checkpointer.save(state, 4)
+        save_here(checkpointer, state, 4)
     run("export", tmp_path / "root", tmp_path / "dcp", "--to", "dcp")
     fresh = dicts(trained())
     fresh["model"] = cleared(fresh["model"])
@@ -418,13 +419,13 @@ def test_a_failed_conversion_publishes_nothing(run: Commands, tmp_path: Path, mo
     run("validate", tmp_path / "root")
 
 
-def test_a_job_saves_to_the_same_root_later(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_a_job_saves_to_the_same_root_later(run: Commands, tmp_path: Path) -> None:
     save_file({"a": torch.ones(5)}, tmp_path / "a.safetensors")
     run("convert", tmp_path / "a.safetensors", tmp_path / "root")
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
+    with Checkpointer(tmp_path / "root") as checkpointer:
         state = {"a": torch.zeros(5)}
         assert checkpointer.restore(state) == 0
-        checkpointer.save(state, 1)
+        save_here(checkpointer, state, 1)
     run("diff", tmp_path / "root/step_00000000", tmp_path / "root/step_00000001")
 
 

@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckpt import AsyncCallsQueue, Checkpointer, Staging
+from ckpt import Checkpointer, Staging
 from ckpt.exporting import selection
 from ckpt.formats.safetensors import DTYPES
+from tests.support.saves import save_here
 from tests.tools.inspect_ckpt import states
 from tests.tools.inspect_ckpt.commands import Commands, peak_growth
 
 MEMORY_BOUND = 224 << 20
 
 
-def save(root: Path, queue: AsyncCallsQueue, state: dict[str, object], **staging: int) -> Path:
-    with Checkpointer(root, queue=queue, staging=Staging(**staging)) as checkpointer:
-        checkpointer.save(state, 0)
+def save(root: Path, state: dict[str, object], **staging: int) -> Path:
+    with Checkpointer(root, staging=Staging(**staging)) as checkpointer:
+        save_here(checkpointer, state, 0)
     return root
 
 
@@ -81,7 +82,7 @@ def test_the_package_reads_every_bit(
     assert "model/tied" in run.out
 
 
-def test_every_dtype_that_safetensors_have(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_every_dtype_that_safetensors_have(run: Commands, tmp_path: Path) -> None:
     raw = torch.randint(0, 256, (6, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     state = {}
     for dtype in DTYPES:
@@ -89,14 +90,14 @@ def test_every_dtype_that_safetensors_have(run: Commands, tmp_path: Path, queue:
         state[dtype] = raw[..., : kind.itemsize].contiguous().view(kind).squeeze(-1)
         state[f"{dtype} none"] = torch.empty((3, 0), dtype=kind)
     state["bool"] = raw[..., 0] > 100
-    save(tmp_path / "root", queue, state)
+    save(tmp_path / "root", state)
     run("export", tmp_path / "root", tmp_path / "out")
     tensors = loaded(tmp_path / "out")
     assert [name for name in state if not same_bits(tensors[name], state[name])] == []
 
 
-def test_a_dtype_that_safetensors_do_not_have_is_refused(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    save(tmp_path / "root", queue, {"a": {"phase": torch.zeros(3, dtype=torch.complex128)}, "b": torch.ones(2)})
+def test_a_dtype_that_safetensors_do_not_have_is_refused(run: Commands, tmp_path: Path) -> None:
+    save(tmp_path / "root", {"a": {"phase": torch.zeros(3, dtype=torch.complex128)}, "b": torch.ones(2)})
     line = run.refused("export", tmp_path / "root", tmp_path / "out")
     assert "a/phase" in line
     assert "complex128" in line
@@ -109,14 +110,12 @@ def test_a_dtype_that_safetensors_do_not_have_is_refused(run: Commands, tmp_path
 @pytest.mark.parametrize(
     ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 )
-def test_dtype_converts_as_torch_does(
-    run: Commands, tmp_path: Path, queue: AsyncCallsQueue, name: str, dtype: torch.dtype
-) -> None:
+def test_dtype_converts_as_torch_does(run: Commands, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     numbers = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * 300
     numbers[:4] = torch.tensor([float("nan"), float("inf"), 1e30, -0.0])
     state = {"f32": numbers, "f64": numbers.double(), "bf16": numbers.bfloat16(), "f16": numbers.half()}
     state |= {"ints": torch.arange(9), "f8": numbers.to(torch.float8_e5m2)}
-    save(tmp_path / "root", queue, state)
+    save(tmp_path / "root", state)
     run("export", tmp_path / "root", tmp_path / "out", "--dtype", name)
     tensors = loaded(tmp_path / "out")
     for key in ("f32", "f64", "bf16", "f16"):
@@ -202,16 +201,16 @@ def test_invalid_arguments(run: Commands, saved: dict[str, Path], tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_name_collisions(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    save(tmp_path / "root", queue, {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2), "__metadata__": torch.ones(1)})
+def test_name_collisions(run: Commands, tmp_path: Path) -> None:
+    save(tmp_path / "root", {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2), "__metadata__": torch.ones(1)})
     assert "both be named 'a.b'" in run.refused("export", tmp_path / "root", tmp_path / "out")
     assert "__metadata__" in run.refused("export", tmp_path / "root", tmp_path / "out", "--exclude", "a/b")
     run("export", tmp_path / "root", tmp_path / "out", "--exclude", "a/b", "--exclude", "__meta*")
     assert torch.equal(loaded(tmp_path / "out")["a.b"], torch.zeros(2))
 
 
-def test_keys_with_slashes_are_kept_apart(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    save(tmp_path / "root", queue, {"a": {"b": torch.ones(2)}, "a/b": torch.zeros(2)})
+def test_keys_with_slashes_are_kept_apart(run: Commands, tmp_path: Path) -> None:
+    save(tmp_path / "root", {"a": {"b": torch.ones(2)}, "a/b": torch.zeros(2)})
     run("export", tmp_path / "root", tmp_path / "out")
     tensors = loaded(tmp_path / "out")
     assert torch.equal(tensors["a.b"], torch.ones(2))
@@ -244,7 +243,6 @@ def test_an_unpublished_save_is_not_exported(run: Commands, tmp_path: Path) -> N
     inner_bytes=st.sampled_from((16, 200, 4 << 20)),
 )
 def test_any_shape_in_any_blocks(
-    queue: AsyncCallsQueue,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -254,18 +252,18 @@ def test_any_shape_in_any_blocks(
 ) -> None:
     folder = tmp_path_factory.mktemp("any")
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
-    save(folder / "root", queue, {"t": tensor}, file_bytes=512, inner_bytes=inner_bytes)
+    save(folder / "root", {"t": tensor}, file_bytes=512, inner_bytes=inner_bytes)
     monkeypatch.setattr(selection, "_BLOCK_BYTES", block_bytes)
     Commands(capsys)("export", folder / "root", folder / "out")
     assert same_bits(loaded(folder / "out")["t"], tensor)
 
 
 @pytest.mark.timeout(180)  # it moves much data, and a disk may be slow
-def test_memory_does_not_grow_with_the_tensors(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     numbers = torch.arange(100_000_000, dtype=torch.float32)
     state = {"w": numbers[:80_000_000].view(8000, 10000), "v": numbers[80_000_000:]}
-    with Checkpointer(tmp_path / "root", queue=queue) as checkpointer:
-        checkpointer.save(state, 0)
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save_here(checkpointer, state, 0)
     grown, has_torch = peak_growth(("export", tmp_path / "root", tmp_path / "out", "--dtype", "bf16"))
     assert grown < MEMORY_BOUND < 400_000_000
     assert not has_torch

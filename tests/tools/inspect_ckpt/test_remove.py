@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt import Checkpointer
 from ckpt.storage.root import CheckpointRoot
+from tests.support.saves import save_here
 from tests.tools.inspect_ckpt.commands import REPOSITORY, Commands
 
 
@@ -61,15 +62,15 @@ def test_pin_and_unpin(run: Commands, root: Path) -> None:
     assert CheckpointRoot(str(root)).pinned_steps() == {4}
 
 
-def test_a_pinned_step_is_not_removed_by_the_job(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    with Checkpointer(tmp_path, queue=queue, keep=1) as checkpointer:
-        checkpointer.save({"w": torch.ones(3)}, 1)
+def test_a_pinned_step_is_not_removed_by_the_job(run: Commands, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        save_here(checkpointer, {"w": torch.ones(3)}, 1)
         run("pin", tmp_path, "1")
-        checkpointer.save({"w": torch.ones(3)}, 2)
-        checkpointer.save({"w": torch.ones(3)}, 3)
+        save_here(checkpointer, {"w": torch.ones(3)}, 2)
+        save_here(checkpointer, {"w": torch.ones(3)}, 3)
         assert checkpointer.all_steps() == [1, 3]
         run("unpin", tmp_path, "1", "--yes")
-        checkpointer.save({"w": torch.ones(3)}, 4)
+        save_here(checkpointer, {"w": torch.ones(3)}, 4)
         assert checkpointer.all_steps() == [4]
 
 
@@ -106,11 +107,11 @@ def test_rm_refuses_the_last_whole_step_without_force(run: Commands, root: Path)
     assert steps(root) == []
 
 
-def test_rm_removes_all_or_nothing_beside_a_job(run: Commands, root: Path, queue: AsyncCallsQueue) -> None:
+def test_rm_removes_all_or_nothing_beside_a_job(run: Commands, root: Path) -> None:
     moved = root / ".superseded" / "step_00000002-o1795423842902-0123456789abcdef"
     shutil.copytree(root / "step_00000003", moved)
-    with Checkpointer(root, queue=queue) as checkpointer:
-        checkpointer.save({"w": torch.ones(3)}, 5)
+    with Checkpointer(root) as checkpointer:
+        save_here(checkpointer, {"w": torch.ones(3)}, 5)
         assert "is alive" in run.refused("rm", root, "3", moved.name, "--yes")
         assert moved.is_dir()
         run("rm", root, moved.name, "--yes")

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt import Checkpointer
 from ckpt.ranks.failure import Failure
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.names import SaveId
 from ckpt.storage.root import CheckpointRoot
+from tests.support.saves import save_here
 from tests.tools.inspect_ckpt.commands import Commands
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x1b[31m"
@@ -112,12 +113,12 @@ def test_events_add_restarts_and_goodput(run: Commands, root: Path, tmp_path: Pa
     assert run.json("report", root, "-o", tmp_path / "r", "--events", file)["goodput"]["lost_s"] == pytest.approx(9.0)
 
 
-def test_names_in_a_checkpoint_are_text(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_names_in_a_checkpoint_are_text(run: Commands, tmp_path: Path) -> None:
     root = tmp_path / EVIL.replace("/", "|")
-    with Checkpointer(root, queue=queue) as checkpointer:
+    with Checkpointer(root) as checkpointer:
         for step in (1, 2):
             state = {EVIL: torch.full((3,), float(step)), "x": {EVIL: EVIL * step}}
-            checkpointer.save(state, step, metrics={EVIL: EVIL})
+            save_here(checkpointer, state, step, metrics={EVIL: EVIL})
         save = SaveId(3, CheckpointRoot(str(root)).ownership.newest(), "0" * 16)
         PendingSave(CheckpointRoot(str(root)), save).abandon(Failure(0, EVIL, EVIL))
         page = report(run, root)
@@ -148,15 +149,15 @@ def test_what_is_read_can_be_limited(run: Commands, root: Path) -> None:
     assert "metadata and sizes" in page.text
 
 
-def test_branches_and_pins(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
+def test_branches_and_pins(run: Commands, tmp_path: Path) -> None:
     root = tmp_path / "root"
     state = {"w": torch.ones(3)}
-    with Checkpointer(root, queue=queue) as checkpointer:
+    with Checkpointer(root) as checkpointer:
         for step in (1, 2, 3):
-            checkpointer.save(state, step)
-    with Checkpointer(root, queue=queue) as checkpointer:
+            save_here(checkpointer, state, step)
+    with Checkpointer(root) as checkpointer:
         checkpointer.restore(state, step=1)
-        checkpointer.save(state, 2)
+        save_here(checkpointer, state, 2)
         checkpointer.pin(2)
     page = report(run, root)
     assert "2 steps of other branches were moved aside" in page.text

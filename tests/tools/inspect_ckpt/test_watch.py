@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import AsyncCallsQueue, Checkpointer
+from ckpt import Checkpointer
 from ckpt.ranks.failure import Failure
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.names import SaveId, pack_file
 from ckpt.storage.root import CheckpointRoot
 from tests.support import launch_ranks
+from tests.support.saves import save_here
 from tests.tools.inspect_ckpt import states
 from tests.tools.inspect_ckpt.commands import REPOSITORY, Commands
 from tools.inspect_ckpt.live import RootWatch
@@ -179,9 +180,9 @@ def test_steps_and_saves_that_vanish(root: Path, monkeypatch: pytest.MonkeyPatch
     assert "not exist" in watch.look().problem
 
 
-def test_an_owner_that_is_alive(run: Commands, tmp_path: Path, queue: AsyncCallsQueue) -> None:
-    with Checkpointer(tmp_path, queue=queue) as checkpointer:
-        checkpointer.save({"w": torch.ones(3)}, 1)
+def test_an_owner_that_is_alive(run: Commands, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, {"w": torch.ones(3)}, 1)
         owner = run.json("watch", tmp_path, "--once")["owner"]
         assert (owner["state"], owner["writers"]) == ("running", 1)
     assert run.json("watch", tmp_path, "--once")["owner"]["state"] == "ended"
