@@ -14,11 +14,9 @@ from typing import Any, Literal
 from ckpt.arguments import check_choice, check_flag, check_number, duration, whole_number
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.replication.limiter import MIN_BANDWIDTH
+from ckpt.storage.names import DATABASE_CHUNKS
 
-__all__ = ["DATABASE_CHUNKS", "Snapshots", "Staging"]
-
-DATABASE_CHUNKS = 1_000_000
-"""A step with more chunks is a database of tensorstore only if it is asked for."""
+__all__ = ["Snapshots", "Staging"]
 
 _GRID = GridOptions()
 

@@ -37,8 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "replication": {"errors", "keeper", "native"},  # it moves bytes, and knows nothing of checkpoints
     **dict.fromkeys(SIBLINGS, BASE),
     "planning": BASE | {"storage"},  # what lies where is a matter of the format
-    "options": {"arguments", "planning", "replication"},  # the defaults and limits of what they set
-    "saving": BASE | SIBLINGS | {"async_calls", "keeper", "options", "replication"},
+    "options": {"arguments", "planning", "replication", "storage"},  # the defaults and limits of what they set
+    "saving": BASE | SIBLINGS | {"async_calls", "keeper", "replication"},
     "loading": BASE | SIBLINGS,
     "validation": BASE | SIBLINGS | {"loading"},
     "formats": BASE | SIBLINGS | PIPELINES,  # a step is one of them

@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 
 from ckpt.native import CHECKSUM_BYTES
-from ckpt.options import DATABASE_CHUNKS
 from ckpt.paths import Path
 from ckpt.ranks.failure import Failure
 from ckpt.saving.digests import Digests
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.recover import Branch
 from ckpt.saving.retention import Retention
-from ckpt.storage.names import SaveId
+from ckpt.storage.names import DATABASE_CHUNKS, SaveId
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.pack_writers import ChunkToCompress

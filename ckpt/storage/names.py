@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from ckpt.paths import Path
 
 __all__ = [
+    "DATABASE_CHUNKS",
     "INDEX",
     "MANIFEST",
     "NODES",
@@ -51,6 +52,9 @@ REFERENCES = "references.json"
 
 MANIFEST, NODES = "manifest.ocdbt", "ocdbt.nodes"
 """The same for tensorstore: see `ckpt.storage.ocdbt`."""
+
+DATABASE_CHUNKS = 1_000_000
+"""A step with more chunks is a database of tensorstore only if it is asked for."""
 
 PUBLISHED_STEP = re.compile(r"step_(\d{8,18})")
 """The directory of a published step; group 1 is the step."""

@@ -34,7 +34,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckpt.loading.consistency import read_index
-from ckpt.options import DATABASE_CHUNKS
 from ckpt.planning.boxes import Placement, Sharding
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription, TensorSpec
@@ -47,7 +46,7 @@ from ckpt.saving.publish import publish
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.commit import PendingSave
 from ckpt.storage.documents import encode_document
-from ckpt.storage.names import INDEX, SaveId, part_name
+from ckpt.storage.names import DATABASE_CHUNKS, INDEX, SaveId, part_name
 from ckpt.storage.pack_index import ALIGNMENT, PackIndex, Region, StoredArray
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.zarr_entries import Hierarchy

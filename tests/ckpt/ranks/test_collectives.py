@@ -210,5 +210,5 @@ def test_a_root_that_is_another_directory_on_another_node_is_an_error_on_all_ran
         kind, text, steps = result.value
         assert kind is StorageError
         assert "rank 1 cannot use the root" in text
-        assert "is not the directory that rank 0 has" in text
+        assert "is not what rank 0 has under this name" in text
         assert steps == [1]
