@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(SIBLINGS, BASE),
     "planning": BASE | {"storage"},  # what lies where is a matter of the format
     "options": {"arguments", "planning", "replication", "storage"},  # the defaults and limits of what they set
-    "saving": BASE | SIBLINGS | {"async_calls", "keeper", "replication"},
+    "saving": BASE | SIBLINGS | {"async_calls", "keeper", "options", "replication"},
     "loading": BASE | SIBLINGS,
     "validation": BASE | SIBLINGS | {"loading"},
     "formats": BASE | SIBLINGS | PIPELINES,  # a step is one of them
