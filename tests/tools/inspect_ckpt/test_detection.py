@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt import load
+from ckpt import load, load_foreign
 from tests.tools.inspect_ckpt.commands import Commands
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -59,7 +59,9 @@ def test_what_can_be_read(run: Commands, tmp_path: Path, kind: str, suffix: str)
     _READ[kind](path)
     run("convert", path, tmp_path / "root")
     assert torch.equal(load(tmp_path / "root")["w"], _STATE["w"])
-    for command in ("show", "ls", "validate"):
+    assert torch.equal(load_foreign(path)["w"], _STATE["w"])
+    assert "[2, 3]" in run("show", path)
+    for command in ("ls", "validate"):
         assert f"convert {path} ROOT" in run.refused(command, path)
 
 
