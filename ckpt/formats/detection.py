@@ -11,7 +11,8 @@ import stat
 from types import MappingProxyType
 from typing import Literal
 
-from ckpt.formats.foreign_files import foreign_file
+from ckpt.errors import CheckpointError
+from ckpt.formats.foreign_files import file_size, foreign_file, read_bytes
 from ckpt.formats.orbax_metadata import MANIFEST, is_orbax
 from ckpt.formats.safetensors import SUFFIX, is_safetensors_directory, looks_like_safetensors, looks_like_torch
 from ckpt.storage.names import PUBLISHED_STEP, parse_save_name
@@ -80,9 +81,10 @@ def _is_own(path: str) -> bool:
     if parse_save_name(os.path.basename(os.path.abspath(path))) is not None:
         return True
     try:
-        with open(os.path.join(path, "zarr.json"), "rb") as stream:
-            return "ckpt" in json.loads(stream.read(_MAX_DOCUMENT_BYTES))["attributes"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        where = os.path.join(path, "zarr.json")
+        data = read_bytes(where, 0, min(file_size(where), _MAX_DOCUMENT_BYTES))
+        return "ckpt" in json.loads(data)["attributes"]
+    except (OSError, CheckpointError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

@@ -10,6 +10,7 @@ from ckpt.errors import ConversionError
 from ckpt.formats.detection import kind_of
 from ckpt.formats.lazy_state import Bytes, FileTensor, LazyState
 from ckpt.formats.safetensors import open_directory, open_file
+from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import torch_dtype
 from ckpt.values.containers import rebuild
@@ -88,18 +89,21 @@ def load_foreign(
             f"{path} is not a checkpoint of Orbax, Zarr, torch.distributed.checkpoint, torch.save or safetensors; "
             "ckpt.load reads steps of ckpt"
         )
-    for note in state.notes:
+    tensors = {name: _loaded(tensor, name, device) for name, tensor in state.tensors.items()}
+    for note in state.notes:  # reading adds to them
         _log.warning("%s: %s", path, note)
-    tensors = {name: _loaded(tensor, device) for name, tensor in state.tensors.items()}
     aliases = {name: tensors[target] for name, target in state.aliases.items()}
     return rebuild(tensors | aliases | state.values, state.containers)
 
 
-def _loaded(tensor: FileTensor, device: torch.device | str | None) -> torch.Tensor:
+def _loaded(tensor: FileTensor, name: Path, device: torch.device | str | None) -> torch.Tensor:
     """Read a tensor in pieces, in C order."""
     import torch
 
-    loaded = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+    try:
+        loaded = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+    except RuntimeError as error:
+        raise ConversionError(f"{display(name)} has {tensor.nbytes} bytes, which do not fit into memory") from error
     if tensor.nbytes:
         out: Bytes = loaded.reshape(-1).view(torch.uint8).numpy().reshape(*tensor.shape, tensor.itemsize)
         if not tensor.shape:

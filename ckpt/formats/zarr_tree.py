@@ -64,7 +64,6 @@ def check_files(path: str, follow_links: bool) -> None:
 def _walk(path: str, follow_links: bool) -> Iterator[tuple[str, set[str]]]:
     """Yield the directories below `path`, relative to it, each with the names of its files. Checks as `check_files`."""
     top = os.path.realpath(path)
-    seen = {top}
     waiting = [""]
     while waiting:
         folder = waiting.pop()
@@ -80,10 +79,15 @@ def _walk(path: str, follow_links: bool) -> Iterator[tuple[str, set[str]]]:
                 if not entry.is_dir():
                     _check_regular(entry)
                     files.add(entry.name)
-                elif not entry.is_symlink() or (follow_links and os.path.realpath(entry.path) not in seen):
-                    seen.add(os.path.realpath(entry.path))
+                elif not (entry.is_symlink() and _is_around(entry.path, os.path.join(path, folder))):
                     waiting.append(os.path.join(folder, entry.name))
         yield folder, files
+
+
+def _is_around(link: str, folder: str) -> bool:
+    """Whether a link in a folder leads to that folder, or to one that it is in: there is no end to what is below."""
+    real, here = os.path.realpath(link), os.path.realpath(folder)
+    return os.path.commonpath([real, here]) == real
 
 
 def _check_regular(entry: os.DirEntry[str]) -> None:

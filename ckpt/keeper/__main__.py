@@ -1,4 +1,4 @@
-"""The program of a keeper: `process.main`, in a module that nothing else imports."""
+"""The program of a keeper: `forking.main`, in a module that nothing else imports."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@
 
     replica     what is replicated, from where, to where
     buddies     which rank holds the replica of which
-    memory      what a holder has: anonymous shared memory, used again and again, also by the next process
+    held_replicas   what a holder has: anonymous shared memory, used again and again, also by the next process
     tcp, tcp_server, connection    the transport over TCP
     replica_messages    the messages of all of them
     limiter     the limit of bandwidth
     sender      one transfer after the other
     worker      the replica process of a rank, forked by its keeper
-    process     the trainer's end of it
+    replica_process the trainer's end of it
 
 Free of torch.
 """

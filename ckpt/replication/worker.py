@@ -3,11 +3,10 @@
     channel to the trainer ──▶ main thread ──▶ Sender (a thread) ══▶ replica process of the holder
                                     └────────▶ server (threads) ◀══▶ replica processes of others
 
-It is a worker of the keeper, ordered by `process`. When its trainer dies it goes on serving for a while: others may
-restore from what it holds. When its trainer leaves, it ends at once. The end of the trainer is seen by its pidfd, too:
-children that it forked may have the channel. When this process is killed, the keeper has the memory of what it held,
-and the next one goes on with that.
-"""
+It is a worker of the keeper, ordered by `replica_process`. When its trainer dies it goes on serving for a while:
+others may restore from what it holds. When its trainer leaves, it ends at once. The end of the trainer is seen by its
+pidfd, too: children that it forked may have the channel. When this process is killed, the keeper has the memory of
+what it held, and the next one goes on with that."""
 
 from __future__ import annotations
 

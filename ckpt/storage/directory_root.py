@@ -69,10 +69,15 @@ class DirectoryRoot(Root):
 
     def pinned_steps(self, *, fresh: bool = False) -> set[int]:
         """See `PublishedSteps.pinned_steps`. A look changes nothing, as a fresh list on a network file system does."""
-        if fresh:
-            return super().pinned_steps()
-        names = directories.names_in(os.path.join(self.path, "pins"))
+        path = os.path.join(self.path, "pins")
+        names = directories.fresh_names_below(self.path, "pins") if fresh else directories.names_in(path)
         return {int(match[1]) for name in names if (match := PUBLISHED_STEP.fullmatch(name))}
+
+    def _make_pin(self, step: int) -> bool:
+        """See `PublishedSteps._make_pin`. The file is made in its folder, which may be of all users of the root."""
+        for made in directories.make_directories(self.path, "pins")[:-1]:
+            directories.fsync_directory(made)
+        return files.create_exclusive(os.path.join(self.path, "pins", step_name(step)), b"")
 
     def names(self, path: str) -> list[str]:
         """Return the names in a directory of the root; none if it does not exist. StorageError if it cannot be read."""

@@ -26,7 +26,7 @@ from ckpt.native import crc32c
 from ckpt.ranks.failure import Failure
 from ckpt.storage.documents import decode_document, encode_document
 from ckpt.storage.moved_steps import Aside, MovedStep, MovedTo, find_moved
-from ckpt.storage.names import SaveId, parse_save_name, part_name, parts_directory
+from ckpt.storage.names import SaveId, parse_save_name, part_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, SaveOutcome
@@ -151,7 +151,7 @@ class Pending(ABC):
 
     def has_part(self, rank: int) -> bool:
         """Return whether the part of this rank is complete. One look."""
-        return rank in self.ranks_in(parts_directory(rank))
+        return bool(self.source.changed_s(part_name(rank)))
 
     def parts_present(self) -> set[int]:
         """Return the ranks whose part is complete. Lists every directory of parts; to wait, use `PartsWatch`."""

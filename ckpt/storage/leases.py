@@ -340,9 +340,12 @@ class ReadLease(Uncopied):
     def renew(self) -> None:
         """Renew the lease, as far as that is possible."""
         self._renewed = time.monotonic()
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and not self._closed.is_set():
             with contextlib.suppress(StorageError):
                 self._renew_now()
+            if self._closed.is_set():  # it was released meanwhile, and the request may have made it again
+                with contextlib.suppress(OSError, StorageError):
+                    self._release_now()
 
     def release(self) -> None:
         """Remove the lease, as far as that is possible. Idempotent."""

@@ -62,7 +62,7 @@ class PublishedSteps(ABC):
         In a directory a file tells that, and a copy of it has another time; see `saved_s`.
         """
         source = self.source_of(step)
-        if not (written := source.changed_s("zarr.json")):
+        if not (written := source.changed_s("zarr.json")) and read_document(source, "zarr.json") is None:
             raise StorageError(f"{source.path}/zarr.json does not exist (any more)")
         return written
 
@@ -74,7 +74,9 @@ class PublishedSteps(ABC):
         source, name = self.source_of(step), part_name(0)
         where = os.path.join(source.path, name)
         with well_formed(where):
-            times = decode_document(read_document(source, name) or b"", where)["times"]
+            if (data := read_document(source, name)) is None:
+                raise CheckpointCorruptError(f"{where} is missing")
+            times = decode_document(data, where)["times"]
             began = times["write_begin"] if "write_begin" in times else times["begin"]
             return float(began) + float(times.get("write_s", 0.0)) + float(times.get("sync_s", 0.0))
 
@@ -126,7 +128,7 @@ class PublishedSteps(ABC):
     def pin_step(self, step: int) -> None:
         """Pin a published step, durably. CheckpointNotFoundError if it is not there. Idempotent."""
         with self.hold_step(step, lease=True) as held:  # it is not removed meanwhile, as far as leases and locks reach
-            is_new = self.store.create(f"pins/{step_name(step)}", b"") is not None
+            is_new = self._make_pin(step)
             try:
                 held.check()
                 if self._is_leaving(step):  # whoever removes it may not have seen the pin
@@ -135,6 +137,12 @@ class PublishedSteps(ABC):
                 if is_new:
                     self.unpin_step(step)
                 raise
+
+    def _make_pin(self, step: int) -> bool:
+        """Make the pin of a step, durably; False if it was there."""
+        is_new = step not in self.pinned_steps()
+        self.store.create(f"pins/{step_name(step)}", b"")
+        return is_new
 
     def _is_leaving(self, step: int) -> bool:
         """Return whether the removal of a step has begun, and may not have seen a pin that was made since."""

@@ -70,10 +70,8 @@ class StateChanges:
         begun = change_all(records, token)
         if not begun or token is None:
             return begun
-        if state == "removed" and (pinned := self._pinned() & {each.save.step for each in begun}):
-            for each in (each for each in begun if each.save.step in pinned):
-                self._take_back(each)
-            begun = [each for each in begun if each.save.step not in pinned]
+        if state == "removed":
+            begun = self._without_pinned(begun)
         try:
             self._ownership.check(token)
         except FencedError:
@@ -81,6 +79,20 @@ class StateChanges:
                 self._take_back(each)
             raise
         return change_all(begun, None)
+
+    def _without_pinned(self, begun: list[Record]) -> list[Record]:
+        """Take back the changes of steps that were pinned meanwhile, and return the others."""
+        try:
+            pinned = self._pinned()
+        except StorageError:
+            for each in begun:
+                with contextlib.suppress(StorageError):
+                    self._take_back(each)
+            raise
+        for each in begun:
+            if each.save.step in pinned:
+                self._take_back(each)
+        return [each for each in begun if each.save.step not in pinned]
 
     def _take_back(self, record: Record) -> None:
         """Publish a step again that an earlier owner has changed; supersede it if a later owner has left its branch.

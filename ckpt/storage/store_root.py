@@ -248,7 +248,9 @@ class StoreRoot(Root):
     def _is_leaving(self, step: int) -> bool:
         """See `PublishedSteps._is_leaving`."""
         record = self._record(step)
-        newest = None if record is None else self._records.of(record.save)
+        if record is None:  # the removal has ended since the last look
+            return True
+        newest = self._records.of(record.save)  # None: a copied step that no owner has taken in yet
         return newest is not None and newest.state == "removed"
 
     def pending(self) -> list[SaveId]:

@@ -19,8 +19,9 @@ from inprocess.exception import TimeoutError
 __all__ = ["abort_nccl", "destroy_groups", "discard_process_groups", "watchdog_of_nccl_ends_nothing"]
 
 _log = logging.getLogger(__name__)
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _WATCHDOG = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else the death of a peer ends this process, too
+    _ERROR_HANDLING: "0",  # else the death of a peer ends this process, too
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "25",  # after an error it sleeps for four times that: a minute by default
 }
@@ -31,15 +32,23 @@ _WATCHDOG = {
 def watchdog_of_nccl_ends_nothing() -> Iterator[None]:
     """Have torch's watchdog report errors of NCCL, and leave to the abort hook what they end.
 
-    For groups that are created in this context. What the environment says already stays.
+    For groups that are created in this context. What the environment says already stays, but for what the agent of
+    torchrun, and of the launcher, gives to each of its workers unless the user has given something else: it ends them.
     """
-    ours = {name: value for name, value in _WATCHDOG.items() if name not in os.environ}
+    before = {name: os.environ.get(name) for name in _WATCHDOG}
+    if "NCCL_ASYNC_ERROR_HANDLING" in os.environ:  # the older name, which torch looks at first
+        before[_ERROR_HANDLING] = os.environ["NCCL_ASYNC_ERROR_HANDLING"]
+    of_agent = {_ERROR_HANDLING: "1"} if "TORCHELASTIC_RUN_ID" in os.environ else {}
+    ours = {name: value for name, value in _WATCHDOG.items() if before[name] in (None, of_agent.get(name))}
     os.environ.update(ours)
     try:
         yield
     finally:
-        for name in ours:
-            os.environ.pop(name, None)
+        for name, value in ours.items():
+            if os.environ.get(name) == value:  # else the function has set it
+                del os.environ[name]
+                if (given := before[name]) is not None:
+                    os.environ[name] = given
 
 
 def discard_process_groups(timeout: float = 5.0) -> None:

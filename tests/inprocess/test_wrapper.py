@@ -79,6 +79,18 @@ def test_the_watchdog_of_nccl_ends_no_process_in_a_wrapped_function() -> None:
     assert inside == ["0", "1", None]
 
 
+def test_the_agent_of_torchrun_does_not_have_it_end_processes_either() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        os.environ.update({"TORCHELASTIC_RUN_ID": "run", name: "1"})  # as the agent gives it to each worker
+        inside = Wrapper()(lambda: os.environ.get(name))()
+        by_agent = inside, os.environ[name]
+        os.environ[name] = "3"
+        return by_agent, Wrapper()(lambda: os.environ.get(name))()
+
+    assert rank_values(main, 1)[0] == (("0", "1"), "3")
+
+
 def test_a_fault_on_one_rank_restarts_all_and_all_know_why() -> None:
     def main(rank: int, world_size: int) -> Any:
         calls = Calls()

@@ -39,22 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a step, or a checkpoint root: then its newest step; or what `convert` takes",
     )
     parser.add_argument("--tree", action="store_true", help="print a tree of keys")
+    parser.add_argument("--follow-links", action="store_true", help="of another format: read links out of PATH")
     parser.add_argument("--filter", metavar="GLOB", help="list only names that match (*, ? and [...])")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    if (foreign := _foreign(arguments.path)) is not None:
+    if (foreign := _foreign(arguments.path, arguments.follow_links)) is not None:
         return _show_foreign(foreign, arguments, output)
     with open_step(arguments.path) as step:
         return _run(step, arguments, output)
 
 
-def _foreign(path: str) -> LazyState | None:
+def _foreign(path: str, follow_links: bool) -> LazyState | None:
     """Open a checkpoint of another format; None if there is none, or if it needs options of `convert`."""
     if is_object_url(path):
         return None
     try:
-        return open_foreign(path, skip_unsafe=True)
+        return open_foreign(path, skip_unsafe=True, follow_links=follow_links)
     except (OSError, ValueError):
         return None  # the reader of steps says what is wrong
 

@@ -315,6 +315,8 @@ class DirectoryStore(Store):
                     if attempts and self._remove_probes(names):
                         continue
                     return
+                if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):  # what it was for is deleted
+                    return
                 if error.errno != errno.ENOENT:
                     raise
             finally:

@@ -24,6 +24,8 @@ from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.records import Records
 from ckpt.storage.roots import open_root
+from ckpt.storage.step_source import HeldStep
+from ckpt.storage.store_root import StoreRoot
 from ckpt.storage.stores.opening import open_store
 from inprocess.ipc.process import Process
 from tests.support.object_server import Bucket, slow_down
@@ -356,6 +358,26 @@ def test_steps_are_retired_together(root: Root, token: int) -> None:
         assert root.retire_steps([1, 2, 3, 4], token, failed=failed) == [1, 4]
         assert failed == {}
     assert root.steps() == [2, 3, 5]
+
+
+def test_a_pin_that_comes_when_the_step_is_gone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The removal has looked at readers and pins before there was one, and ends between two looks of the pinner."""
+    root = open_root(f"directory://{tmp_path}/root")
+    assert isinstance(root, StoreRoot)
+    root.make()
+    _published(root, root.ownership.claim(0), 5)
+    check, looks = HeldStep.check, []
+
+    def then_removed(held: HeldStep) -> None:
+        check(held)
+        looks.append(held)
+        if len(looks) == 2:
+            assert root._remove([root._existing(5)], None) == [5]
+
+    monkeypatch.setattr(HeldStep, "check", then_removed)
+    with pytest.raises(CheckpointNotFoundError, match="is being removed"):
+        root.pin_step(5)
+    assert root.pinned_steps() == set()
 
 
 def test_removal_waits_for_readers_and_pins(root: Root, token: int) -> None:

@@ -143,6 +143,13 @@ def test_steps_with_the_names_of_ours(run: Commands, tmp_path: Path, orbax: Path
     run("convert", tmp_path / "step_00000012", tmp_path / "root", "--step", "12")
 
 
+def test_links_out_of_a_root(run: Commands, tmp_path: Path, orbax: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "12").symlink_to(orbax / "manager" / "12")
+    assert "root/12 is a link to" in run.refused("convert", tmp_path / "root", tmp_path / "new")
+    run("convert", tmp_path / "root", tmp_path / "new", "--follow-links")
+
+
 def without_flag(item: Path) -> None:
     """Make the metadata those of older versions of Orbax, which did not store chunks of zeros."""
     document = json.loads((item / "_METADATA").read_text())

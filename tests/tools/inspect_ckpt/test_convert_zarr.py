@@ -17,7 +17,7 @@ import tensorstore
 import torch
 import zarr
 
-from ckpt import load
+from ckpt import load, load_foreign
 from ckpt.formats import tensorstore_arrays
 from tests.tools.inspect_ckpt.commands import Commands, peak_growth
 
@@ -170,7 +170,9 @@ def test_a_single_array(run: Commands, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 @pytest.mark.parametrize("ocdbt", [False, True], ids=["files", "ocdbt"])
-def test_chunks_that_are_not_stored(run: Commands, tmp_path: Path, driver: str, ocdbt: bool) -> None:
+def test_chunks_that_are_not_stored(
+    run: Commands, tmp_path: Path, caplog: pytest.LogCaptureFixture, driver: str, ocdbt: bool
+) -> None:
     """They are the fill value, as Zarr says, and the user is told so; without a fill value they are missing."""
     kvstore = (ocdbt_store if ocdbt else file_store)(tmp_path / "tree", "w")
     write_array(kvstore, _NUMBERS, (10, 20), driver, fill=1.5)
@@ -181,6 +183,8 @@ def test_chunks_that_are_not_stored(run: Commands, tmp_path: Path, driver: str, 
     wanted = _NUMBERS.copy()
     wanted[10:20] = 1.5
     assert equal(load(tmp_path / "root")["w"], wanted)
+    assert equal(load_foreign(tmp_path / "tree")["w"], wanted)
+    assert "w has chunks that are not stored" in caplog.text
 
 
 def test_a_missing_chunk_without_a_fill_value(run: Commands, tmp_path: Path) -> None:
@@ -263,6 +267,15 @@ def test_damaged_databases(run: Commands, tmp_path: Path, file: str) -> None:
         data[40] ^= 1
         (tmp_path / "db" / file).write_bytes(data)
     assert f"{tmp_path / 'db'}: " in run.refused("convert", tmp_path / "db", tmp_path / "root", code=1)
+
+
+def test_links_inside_of_the_directory(run: Commands, tmp_path: Path) -> None:
+    write_array(file_store(tmp_path / "tree", "a/x"), _NUMBERS, (10, 20))
+    (tmp_path / "tree" / "a" / "y").symlink_to("x")
+    (tmp_path / "tree" / "a" / "around").symlink_to("..")  # there is no end to what is below
+    state = load_foreign(tmp_path / "tree")
+    assert set(state["a"]) == {"x", "y"}
+    assert equal(state["a"]["y"], _NUMBERS)
 
 
 def test_links_out_of_the_directory(run: Commands, tmp_path: Path) -> None:

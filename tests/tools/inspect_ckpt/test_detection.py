@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import io
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -75,6 +76,12 @@ def test_what_cannot_be_read(run: Commands, tmp_path: Path, kind: str, suffix: s
     assert not (tmp_path / "root").exists()
     for command in ("show", "ls", "validate"):
         run.refused(command, path)
+
+
+def test_a_pipe_is_not_waited_for(run: Commands, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    os.mkfifo(tmp_path / "tree" / "zarr.json")
+    run.refused("convert", tmp_path / "tree", tmp_path / "root")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
