@@ -74,13 +74,8 @@ def _reason_against(packs: PackIndex, texts: Mapping[str, bytes], most_chunks: i
 
 
 def database_files(hierarchy: Hierarchy, compressed: Numbers | None = None) -> dict[str, bytes]:
-    """Return the two files of the database. Arguments and errors are those of `Hierarchy.entries`.
-
-    With `compressed` chunks they are made at the commit, by each process that publishes: these write the same bytes,
-    whatever compression each of them has, as none is used.
-    """
-    entries = hierarchy.entries(compressed)
-    manifest, nodes = database(entries) if compressed is None else database(entries, compress=lambda _: None)
+    """Return the two files of the database. Arguments and errors are those of `Hierarchy.entries`."""
+    manifest, nodes = database(hierarchy.entries(compressed))
     return {MANIFEST: manifest, NODES: nodes}
 
 
