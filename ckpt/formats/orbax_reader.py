@@ -21,7 +21,7 @@ __all__ = ["open_orbax"]
 
 _ARRAYS = ("jax.Array", "np.ndarray")
 _EMPTY = MappingProxyType[str, Any]({"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()})
-"""What Orbax writes for leaves without content, by the name of the type."""
+"""The names of types that Orbax writes for leaves without content, with that content."""
 
 
 def open_orbax(path: str, follow_links: bool) -> LazyState:

@@ -265,7 +265,7 @@ def _enlarged(chunk: tuple[int, ...], shape: tuple[int, ...], elements: int) -> 
 
 
 def _reason(error: Exception) -> str:
-    """Return what tensorstore says, without the places in its source."""
+    """Return the message of tensorstore, without the places in its source."""
     text = str(error).split(" [source locations=")[0].split(" [tensorstore_spec=")[0]
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
 

@@ -39,7 +39,7 @@ False: it is to be made at the commit. Parts of earlier versions have no such me
 
 @dataclass(frozen=True, slots=True)
 class PlanFiles:
-    """What all saves of a plan have in common: the files by name, and what `IN_PART` says."""
+    """The common parts of all saves of a plan: files by name, and the member `IN_PART`."""
 
     files: Mapping[str, bytes]
     in_part: bool | str
@@ -101,7 +101,7 @@ class DatabaseOfParts:
             self._rows.append(np.array(part.get("chunks", []), np.int64).reshape(-1, 5))
 
     def summary(self, path: str) -> dict[str, Any]:
-        """Return what the summary says of it. CheckpointCorruptError if the parts of the save at `path` are damaged."""
+        """Return its members of the summary. CheckpointCorruptError if the parts of the save at `path` are damaged."""
         if self._in_part is None or isinstance(self._in_part, str):
             return {ABSENT: self._in_part or "an earlier version began the save: inspect_ckpt index makes it"}
         if self._in_part:

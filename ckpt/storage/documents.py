@@ -79,7 +79,7 @@ def decode_document(data: bytes, where: str) -> dict[str, Any]:
 
 
 def digest(data: bytes) -> dict[str, Any]:
-    """Return what the root records of a file that has checksums of its own: the CRC of such a file says nothing."""
+    """Return the digest of a file for the root. The CRC of a file that ends in its own CRC is a constant."""
     return {"bytes": len(data), "blake2b": hashlib.blake2b(data, digest_size=16).hexdigest()}
 
 

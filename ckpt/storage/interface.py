@@ -208,7 +208,7 @@ class Pending(ABC):
         return self.outcome()
 
     def look(self) -> tuple[SaveOutcome, int]:
-        """Return what `decided` returns, and how many operations that took."""
+        """Return the outcome, as `decided`, and the number of operations that took."""
         return self.decided(), 1
 
     def already_published(self) -> CheckpointExistsError:

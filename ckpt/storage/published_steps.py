@@ -53,7 +53,7 @@ class PublishedSteps(ABC):
         return save if isinstance(save, str) else None
 
     def saves(self) -> dict[int, str | None]:
-        """Return what `save_of` returns, for each of `steps`."""
+        """Return the name of the save of each of `steps`, as `save_of`."""
         return {step: self.save_of(step) for step in self.steps()}
 
     def published_s(self, step: int) -> float:
