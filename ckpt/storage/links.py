@@ -25,7 +25,6 @@ SERVICE_DIRECTORIES = (
     "pins",
     ".superseded",
     ".damaged",
-    ".incomplete",
 )
 """The directories of a root beside its steps."""
 

@@ -27,7 +27,7 @@ from tests.ckpt.storage.syscalls import Call, Syscalls
 from tests.support.selection import FULL
 from tools.inspect_ckpt.__main__ import main as inspect_ckpt
 
-_OWN = (".owner", ".pending", ".abandoned", ".retired", ".readers", "pins", ".superseded", ".damaged", ".incomplete")
+_OWN = (".owner", ".pending", ".abandoned", ".retired", ".readers", "pins", ".superseded", ".damaged")
 
 # `*` stands for the one or two names that there are; with "/new" the place does not exist before.
 _CHILDREN = (
