@@ -25,6 +25,7 @@ from inprocess.ipc.process import Process
 
 __all__ = [
     "NewDirectory",
+    "check_link",
     "check_new",
     "check_outside",
     "discard",
@@ -67,12 +68,17 @@ def file_in(directory: str, name: str, follow_links: bool) -> str:
     parts = name.split("/")
     if not name or "\0" in name or os.path.isabs(name) or any(part in ("", ".", "..") for part in parts):
         raise CheckpointCorruptError(f"{directory} names the file {name!r}, which is not inside it")
-    real = os.path.realpath(where)
-    if not follow_links and os.path.commonpath([real, os.path.realpath(directory)]) != os.path.realpath(directory):
-        raise ConversionError(f"{where} is a link to {real}, out of the directory; --follow-links reads it anyway")
+    check_link(where, directory, follow_links)
     if read_bytes(where, 0, min(len(_POINTER), file_size(where))) == _POINTER:
         raise ConversionError(f"{where} is {_FOREIGN[_POINTER]}")
     return where
+
+
+def check_link(path: str, directory: str, follow_links: bool) -> None:
+    """ConversionError for a path that leads out of the directory, unless such links may be followed."""
+    real, top = os.path.realpath(path), os.path.realpath(directory)
+    if not follow_links and os.path.commonpath([real, top]) != top:
+        raise ConversionError(f"{path} is a link to {real}, out of the directory; --follow-links reads it anyway")
 
 
 def file_size(path: str) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ckpt.errors import CheckpointCorruptError, ConversionError
-from ckpt.formats.foreign_files import file_in, file_size, read_bytes
+from ckpt.formats.foreign_files import check_link, file_in, file_size, read_bytes
 from ckpt.paths import Path
 from ckpt.storage.documents import well_formed
 
@@ -81,7 +81,9 @@ def item_directory(path: str, follow_links: bool) -> tuple[str, list[str]]:
     steps = [name for name in _directories(path) if _is_step(os.path.join(path, name))]
     if steps and not os.path.lexists(os.path.join(path, _STEP)):
         steps.sort(key=lambda name: (len(name), name))
-        return item_directory(_inside(path, _only(path, steps, "steps"), follow_links), follow_links)
+        step = os.path.join(path, _only(path, steps, "steps"))
+        check_link(step, path, follow_links)
+        return item_directory(step, follow_links)
     items = [name for name in _directories(path) if os.path.lexists(os.path.join(path, name, _TREE))]
     if not items:
         if any(name.startswith(_PER_PROCESS) for name in os.listdir(path)):
@@ -91,7 +93,8 @@ def item_directory(path: str, follow_links: bool) -> tuple[str, list[str]]:
             )
         held = ", ".join(_directories(path)[:_SHOWN]) or "nothing"
         raise ConversionError(f"{path} is of Orbax, but has no item that is a tree of arrays; it has: {held}")
-    item = _inside(path, _only(path, items, "items"), follow_links)
+    item = os.path.join(path, _only(path, items, "items"))
+    check_link(item, path, follow_links)
     _refuse_unfinished(item, follow_links)
     left = [name for name in _directories(path) if name not in items]
     return item, [f"left out, because they are no trees of arrays: {', '.join(left)}"] if left else []
@@ -177,15 +180,6 @@ def _only(path: str, names: list[str], what: str) -> str:
     raise ConversionError(
         f"{path} has several {what} of Orbax: {shown}{more}; give one of them: {os.path.join(path, names[-1])}"
     )
-
-
-def _inside(path: str, name: str, follow_links: bool) -> str:
-    """Return the path of a directory in `path`. ConversionError if it is a link that leads out of it."""
-    inner = os.path.join(path, name)
-    real, top = os.path.realpath(inner), os.path.realpath(path)
-    if not follow_links and os.path.commonpath([real, top]) != top:
-        raise ConversionError(f"{inner} is a link to {real}, out of the directory; --follow-links reads it anyway")
-    return inner
 
 
 def _refuse_unfinished(path: str, follow_links: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, ConversionError
-from ckpt.formats.foreign_files import file_size, read_bytes
+from ckpt.formats.foreign_files import check_link, file_size, read_bytes
 from ckpt.formats.lazy_state import LazyState, ReadBox
 from ckpt.formats.nesting import nested_state
 from ckpt.formats.tensorstore_arrays import ArrayDatabase, ArrayPlace
@@ -63,7 +63,6 @@ def check_files(path: str, follow_links: bool) -> None:
 
 def _walk(path: str, follow_links: bool) -> Iterator[tuple[str, set[str]]]:
     """Yield the directories below `path`, relative to it, each with the names of its files. Checks as `check_files`."""
-    top = os.path.realpath(path)
     waiting = [""]
     while waiting:
         folder = waiting.pop()
@@ -71,11 +70,7 @@ def _walk(path: str, follow_links: bool) -> Iterator[tuple[str, set[str]]]:
         with os.scandir(os.path.join(path, folder)) as entries:
             for entry in entries:
                 if entry.is_symlink():
-                    real = os.path.realpath(entry.path)
-                    if not follow_links and os.path.commonpath([real, top]) != top:
-                        raise ConversionError(
-                            f"{entry.path} is a link to {real}, out of the directory; --follow-links reads it anyway"
-                        )
+                    check_link(entry.path, path, follow_links)
                 if not entry.is_dir():
                     _check_regular(entry)
                     files.add(entry.name)

@@ -9,7 +9,7 @@ from ckpt.storage import directories, files
 from ckpt.storage.copied_steps import CopiedObjects
 from ckpt.storage.interface import Root
 from ckpt.storage.links import refuse_link, refuse_links
-from ckpt.storage.names import PUBLISHED_STEP, step_name
+from ckpt.storage.names import step_name, step_numbers
 from ckpt.storage.ownership import Ownership
 from ckpt.storage.step_source import LocalStep, StepSource
 from ckpt.storage.stores.directory import DirectoryStore
@@ -60,7 +60,7 @@ class DirectoryRoot(Root):
     def steps(self) -> list[int]:
         """See `Root.steps`."""
         names = self.names(self.path)
-        steps = {int(match[1]) for name in names if (match := PUBLISHED_STEP.fullmatch(name))}
+        steps = step_numbers(names)
         return sorted(steps | self.copied.steps(only=not steps).keys() if "saves" in names else steps)
 
     def source_of(self, step: int) -> StepSource:
@@ -71,7 +71,7 @@ class DirectoryRoot(Root):
         """See `PublishedSteps.pinned_steps`. A look changes nothing, as a fresh list on a network file system does."""
         path = os.path.join(self.path, "pins")
         names = directories.fresh_names_below(self.path, "pins") if fresh else directories.names_in(path)
-        return {int(match[1]) for name in names if (match := PUBLISHED_STEP.fullmatch(name))}
+        return step_numbers(names)
 
     def _make_pin(self, step: int) -> bool:
         """See `PublishedSteps._make_pin`. The file is made in its folder, which may be of all users of the root."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckpt.paths import Path
@@ -42,6 +43,7 @@ __all__ = [
     "part_rank",
     "parts_directory",
     "step_name",
+    "step_numbers",
 ]
 
 INDEX = "index.json"
@@ -134,6 +136,11 @@ class SaveId:
 def step_name(step: int) -> str:
     """Return the name of the directory of a published step."""
     return f"step_{step:08d}"
+
+
+def step_numbers(names: Iterable[str]) -> set[int]:
+    """Return the steps of which there are names, as `step_name` makes them; other names are ignored."""
+    return {int(match[1]) for name in names if (match := PUBLISHED_STEP.fullmatch(name))}
 
 
 def parse_save_name(name: str) -> SaveId | None:

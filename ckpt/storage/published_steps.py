@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from ckpt.storage.documents import decode_document, well_formed
-from ckpt.storage.names import PUBLISHED_STEP, parse_save_name, part_name, step_name
+from ckpt.storage.names import parse_save_name, part_name, step_name, step_numbers
 from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_source import HeldStep, StepSource, read_document
 from ckpt.storage.stores.interface import Store
@@ -122,8 +122,7 @@ class PublishedSteps(ABC):
         """Return the numbers of the pinned steps. One list. `fresh`: also those that another host has just pinned."""
         del fresh  # a list of a store always is
         _, objects = self.store.names("pins/")
-        names = (each.key.rpartition("/")[2] for each in objects)
-        return {int(match[1]) for name in names if (match := PUBLISHED_STEP.fullmatch(name))}
+        return step_numbers(each.key.rpartition("/")[2] for each in objects)
 
     def pin_step(self, step: int) -> None:
         """Pin a published step, durably. CheckpointNotFoundError if it is not there. Idempotent."""

@@ -228,7 +228,7 @@ class Model:
     # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check(self, state: State) -> str | None:
-        """Return what is violated."""
+        """Return the violated invariants."""
         looked = [rank for rank in state.ranks if rank.trainer == LOOKED]
         saw = {rank.saw for rank in looked}
         if len(saw) > 1:

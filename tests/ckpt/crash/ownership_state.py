@@ -151,7 +151,7 @@ class Root(NamedTuple):
 
 
 def check(root: Root) -> str | None:
-    """Return what is violated."""
+    """Return the violated invariants."""
     if root.problem:
         return root.problem
     steps: dict[int, int] = {}

@@ -9,7 +9,7 @@ __all__ = ["Bug", "Kind", "Root", "Save", "check"]
 
 
 class Kind(enum.Enum):
-    """What the root is in."""
+    """The kind of storage that a root is in."""
 
     DIRECTORY = "directory"
     STORE = "store"
@@ -186,5 +186,5 @@ class Root(NamedTuple):
 
 
 def check(root: Root) -> str | None:
-    """Return what is violated."""
+    """Return the violated invariants."""
     return root.problem or None

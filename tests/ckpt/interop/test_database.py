@@ -40,7 +40,7 @@ Found = dict[str, tuple[dict[str, Any], bytes]]
 
 
 def read(folder: Path, *bases: str) -> list[Found]:
-    """Return what plain tensorstore finds."""
+    """Return the findings of plain tensorstore."""
     command = [sys.executable, "-I", read_database.__file__, str(folder), *bases]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False)
     assert result.returncode == 0, result.stderr
