@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ckpt.ranks.collectives import Ranks
     from ckpt.saving.retention import Best, Every, EverySeconds, Keep, Latest, Pinned
     from ckpt.saving.scheduled import pending_steps, wait_until_written
+    from ckpt.storage.compression import Compression
     from ckpt.storage.small_files import SmallFiles
     from ckpt.values.registry import Unregistered, register_encoder
     from ckpt.values.tensor_subclasses import register_tensor_subclass
@@ -67,6 +68,7 @@ __all__ = [
     "CheckpointTimeoutError",
     "CheckpointUnreachableError",
     "Checkpointer",
+    "Compression",
     "ConversionError",
     "DistributedAsyncCaller",
     "ExportOptions",
@@ -116,6 +118,7 @@ _LAZY = {
     "WriterConfig": "ckpt.async_calls",
     "abort_nvrx_checkpoint": "ckpt.async_calls",
     "Checkpointer": "ckpt.checkpointer",
+    "Compression": "ckpt.storage.compression",
     "ExportOptions": "ckpt.exporting.options",
     "export": "ckpt.exporting.export",
     **dict.fromkeys(("Best", "Every", "EverySeconds", "Keep", "Latest", "Pinned"), "ckpt.saving.retention"),

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ckpt.arguments import check_choice, check_flag, check_number, duration, whole_number
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.replication.limiter import MIN_BANDWIDTH
+from ckpt.storage.compression import MAX_FRAME_BYTES, Compression
 from ckpt.storage.names import DATABASE_CHUNKS
 
 __all__ = ["Snapshots", "Staging"]
@@ -96,7 +97,7 @@ class Staging:
         refused on all ranks: `StateError`
     overlap: on CUDA, training goes on while the copies run; the optimizers in the state wait for them before their
         next step
-    compression: None, or "zstd"
+    compression: "zstd", "lz4", or a `Compression` with its level; None: chunks are not compressed (see docs/guide.md)
     threads: so many write at once in the writer
     file_bytes: a rank begins a new file when one has so many bytes
     inner_bytes: what is read and verified at once has at most so many bytes
@@ -114,7 +115,7 @@ class Staging:
     slots: int | None = None
     max_host_bytes: int | None = None
     overlap: bool = False
-    compression: str | None = None
+    compression: Compression | str | None = None
     threads: int = 6
     file_bytes: int = _GRID.file_bytes
     inner_bytes: int = _GRID.inner_bytes
@@ -127,10 +128,12 @@ class Staging:
         if self.max_host_bytes is not None:
             whole_number("Staging: max_host_bytes", self.max_host_bytes, unit="bytes")
         check_flag("Staging: overlap", self.overlap)
-        check_choice("Staging: compression", self.compression, (None, "zstd"))
+        object.__setattr__(self, "compression", Compression.of(self.compression))
         whole_number("Staging: threads", self.threads)
         whole_number("Staging: file_bytes", self.file_bytes, unit="bytes")
         whole_number("Staging: inner_bytes", self.inner_bytes, unit="bytes")
+        if self.compression is not None and self.inner_bytes > MAX_FRAME_BYTES:
+            raise ValueError(f"Staging: with compression inner_bytes must be at most {MAX_FRAME_BYTES}")
         if self.reuse_files is not None:
             check_flag("Staging: reuse_files", self.reuse_files)
         whole_number("Staging: database_chunks", self.database_chunks, least=0, unit="chunks")

@@ -25,6 +25,7 @@ from ckpt.saving.save import Saver
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
 from ckpt.staging.neighbors import node
+from ckpt.storage.compression import Compression
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
@@ -138,7 +139,7 @@ class Parts:
             staging.max_host_bytes,
             staging.overlap,
             timeout_s,
-            staging.compression,
+            Compression.of(staging.compression),
             grid,
             settings.on_divergence,
             snapshots is not None,

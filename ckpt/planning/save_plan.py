@@ -22,6 +22,7 @@ from ckpt.planning.chunk_grid import Grid, GridOptions, common_grid, refine
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.pack_layout import ArrayDraft, Owners, lay_out
 from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.compression import Compression
 from ckpt.storage.documents import encode_document
 from ckpt.storage.pack_index import PackIndex, StoredArray
 from ckpt.values.containers import Container
@@ -93,12 +94,12 @@ class SavePlan:
 
 
 def make_save_plan(
-    descriptions: Sequence[StateDescription], options: GridOptions, compression: str | None = None
+    descriptions: Sequence[StateDescription], options: GridOptions, compression: Compression | None = None
 ) -> SavePlan:
     """Divide every tensor into chunks and assign each to one of the ranks that hold it, evenly by bytes.
 
     Each box of a tensor that is `from_lowest` on any rank is assigned to the lowest rank that holds it. `descriptions`
-    are by rank, and equal ones are one object. `compression` is that of all chunks: None or "zstd". Deterministic.
+    are by rank, and equal ones are one object. `compression` is that of all chunks. Deterministic.
     Raises StateError if the ranks' boxes of a tensor overlap partly or leave a gap.
     """
     world_size = len(descriptions)
@@ -282,7 +283,7 @@ class _Draft:
         return math.prod(self.grid.chunk_shape) * self.spec.itemsize
 
 
-def _array_draft(draft: _Draft, owners: Owners, compression: str | None, apart: bool) -> ArrayDraft:
+def _array_draft(draft: _Draft, owners: Owners, compression: Compression | None, apart: bool) -> ArrayDraft:
     about: dict[str, object] = {"name": list(draft.path)}
     if draft.rank is not None:
         about["rank"] = draft.rank

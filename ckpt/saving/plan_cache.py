@@ -35,6 +35,7 @@ from ckpt.saving.host_memory import LIMIT_BYTES, HostLimit, check_host_memory
 from ckpt.saving.layout import LocalBoxes, RankLayout, make_layout
 from ckpt.saving.root_claim import RootClaim
 from ckpt.saving.samples import Replicas
+from ckpt.storage.compression import Compression
 from ckpt.storage.names import SaveId
 from inprocess.ipc.threads import JoinableThread
 
@@ -107,7 +108,7 @@ class Slots(Protocol):
 class PlanCache:
     """Keeps the plan of the last structure seen. `limit` is that of this rank; a plan keeps to those of all ranks."""
 
-    def __init__(self, ranks: Ranks, grid: GridOptions, limit: HostLimit, compression: str | None) -> None:
+    def __init__(self, ranks: Ranks, grid: GridOptions, limit: HostLimit, compression: Compression | None) -> None:
         self._ranks = ranks
         self._grid = grid
         self._limit = limit

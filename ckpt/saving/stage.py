@@ -27,6 +27,7 @@ from ckpt.saving.staged_memory import StagedMemory
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, only_gpu, stage
 from ckpt.staging.neighbors import SlotExchange
+from ckpt.storage.compression import Compression
 from ckpt.storage.names import SaveId
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
@@ -50,14 +51,12 @@ class StagingOptions:
     max_host_bytes: int | None = None
     overlap: bool = False
     slot_timeout_s: float = 600.0
-    compression: str | None = None
+    compression: Compression | None = None
     grid: GridOptions = field(default_factory=GridOptions)
     on_divergence: Tolerance = "error"
     snapshots: bool = False
 
     def __post_init__(self) -> None:
-        if self.compression not in (None, "zstd"):
-            raise ValueError(f"compression must be None or 'zstd', not {self.compression!r}")
         if self.on_divergence not in ("error", "warn", "ignore"):
             raise ValueError(f"on_divergence must be 'error', 'warn' or 'ignore', not {self.on_divergence!r}")
 

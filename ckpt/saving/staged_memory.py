@@ -29,6 +29,7 @@ from ckpt.staging.copy import Unstaged, unstage
 from ckpt.staging.copy_table import Copies
 from ckpt.staging.neighbors import SlotExchange
 from ckpt.staging.runs import checksums_of
+from ckpt.storage.compression import Compression
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.names import part_name
@@ -48,7 +49,7 @@ class _SharedPlan:
     """The plan by which this rank and its neighbours have staged, and the options it was made with."""
 
     cached: CachedPlan
-    compression: str | None
+    compression: Compression | None
 
     def layout_of(self, holder: int, boxes: LocalBoxes, rank: int) -> RankLayout:
         """Return what the slot of `holder` has of these boxes."""
@@ -78,7 +79,7 @@ class StagedMemory:
         self._own_rank = 0
         self._plan: _SharedPlan | None = None
 
-    def share(self, exchange: SlotExchange, plan: CachedPlan, compression: str | None) -> None:
+    def share(self, exchange: SlotExchange, plan: CachedPlan, compression: Compression | None) -> None:
         """Exchange slots with the neighbours, after a state was planned."""
         before = [*self._theirs(), *self._adopted]
         self._plan = _SharedPlan(plan, compression)

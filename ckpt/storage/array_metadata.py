@@ -14,18 +14,18 @@ from typing import Any
 
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, ChunkLayout, chunk_layout, indices
+from ckpt.storage.compression import MAX_FRAME_BYTES, Compression
 from ckpt.storage.dtypes import StoredDtype, stored
 
-__all__ = ["MAX_DIMENSIONS", "ArrayMeta", "group_document", "groups", "new_context", "open_in_memory", "root_document"]
+__all__ = ["MAX_DIMENSIONS", "ArrayMeta", "group_document", "groups", "root_document"]
 
 MAX_DIMENSIONS = 64
 """The most dimensions of a tensor in torch and numpy."""
 
 _MAX_RATIO = 1 << 15  # zstd stores a block of 128 KiB in 4 bytes at best
-_MAX_GROWTH, _FRAME_BYTES = 128, 1024  # zstd adds less than this to incompressible data
+_FRAME_BYTES = 1024  # Blosc adds less than this to incompressible data
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
-_ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
 _CRC32C = {"name": "crc32c"}
 _DTYPE_ATTRIBUTE = "torch_dtype"
 
@@ -34,14 +34,15 @@ _DTYPE_ATTRIBUTE = "torch_dtype"
 class ArrayMeta:
     """A tensor as a Zarr array. All shapes are the tensor's, in elements of its `dtype` (torch's name).
 
-    `inner_chunk_shape`, if any, divides `chunk_shape`. `compression` is None or "zstd".
+    `inner_chunk_shape`, if any, divides `chunk_shape`. With a `compression`, an inner chunk has at most
+    `MAX_FRAME_BYTES`.
     """
 
     shape: tuple[int, ...]
     dtype: str
     chunk_shape: tuple[int, ...]
     inner_chunk_shape: tuple[int, ...] | None = None
-    compression: str | None = None
+    compression: Compression | None = None
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -56,8 +57,8 @@ class ArrayMeta:
             raise ValueError(f"chunks {chunk} or {inner} have no elements")
         if any(map(mod, chunk, inner)):
             raise ValueError(f"inner chunks {inner} do not divide chunks {chunk}")
-        if self.compression not in (None, "zstd"):
-            raise ValueError(f"unknown compression {self.compression!r}")
+        if self.compression is not None and self.inner_chunk_bytes > MAX_FRAME_BYTES:
+            raise ValueError(f"inner chunks of {self.inner_chunk_bytes} bytes are too large to be compressed")
 
     @property
     def stored(self) -> StoredDtype:
@@ -127,7 +128,7 @@ class ArrayMeta:
         """Return what is wrong with this size of an encoded chunk, to be put after its path; None if nothing is.
 
         The size of an uncompressed file is known. A compressed one must have enough bytes for its elements to come out
-        of them, and no more than zstd makes of incompressible data.
+        of them, and no more than Blosc makes of incompressible data.
         """
         expected = self.encoded_bytes(index)
         if self.compression is None:
@@ -136,7 +137,7 @@ class ArrayMeta:
         inner_chunks = (expected - self.index_bytes) // (inner_chunk_bytes + CHECKSUM_BYTES)
         if inner_chunk_bytes > (nbytes - self.index_bytes) * _MAX_RATIO:
             return f"has {nbytes} bytes, which are too few for its array"
-        if nbytes > expected + inner_chunks * (inner_chunk_bytes // _MAX_GROWTH + _FRAME_BYTES):
+        if nbytes > expected + inner_chunks * _FRAME_BYTES:
             return f"has {nbytes} bytes, which are too many for its array"
         return None
 
@@ -165,7 +166,9 @@ class ArrayMeta:
     def array_document(self) -> dict[str, Any]:
         """Return the array's ``zarr.json``."""
         how = self.stored
-        codecs: list[dict[str, Any]] = [_BYTES, *([_ZSTD] if self.compression else []), _CRC32C]
+        codecs: list[dict[str, Any]] = [_BYTES, _CRC32C]
+        if self.compression is not None:
+            codecs.insert(1, self.compression.zarr_codec(how.itemsize, self.inner_chunk_bytes))
         if self.inner_chunk_shape is not None:
             configuration = {
                 "chunk_shape": [*self.inner_chunk_shape, *how.trailing],
@@ -205,25 +208,3 @@ def groups(directories: Iterable[str]) -> list[str]:
 def root_document(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``zarr.json`` of a step, for `encode_root`; `summary` is its attribute ``ckpt``."""
     return {"zarr_format": 3, "node_type": "group", "attributes": {"ckpt": dict(summary)}}
-
-
-def new_context(threads: int) -> Any:
-    """Return a tensorstore context with `threads` concurrent file operations and copies, without cache and syncs."""
-    import tensorstore as ts
-
-    limit = {"limit": threads}
-    return ts.Context({"file_io_concurrency": limit, "data_copy_concurrency": limit, "file_io_sync": False})
-
-
-def open_in_memory(meta: ArrayMeta, context: Any) -> Any:
-    """Return a new array in memory as a tensorstore. A chunk of zeros is written like any other."""
-    import tensorstore as ts
-
-    spec = {
-        "driver": "zarr3",
-        "kvstore": "memory://",
-        # Without attributes: integers of tensorstore have 64 bits, and the key of a state may be larger.
-        "metadata": meta.array_document() | {"attributes": {}},
-        "store_data_equal_to_fill_value": True,
-    }
-    return ts.open(spec, context=context, open=True, assume_metadata=True).result()

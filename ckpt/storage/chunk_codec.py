@@ -1,47 +1,27 @@
-"""Elements of encoded chunks in memory, and the check of encoded chunks.
-
-Staging copies the elements to `inner_chunk_array`, in the trainer. `check_chunk` checks a chunk wherever its bytes are,
-`verify_chunk` one in a published step.
-"""
+"""The check of encoded chunks: `check_chunk` checks one wherever its bytes are, `verify_chunk` one in a step."""
 
 from __future__ import annotations
 
 import os
-from types import EllipsisType
-from typing import Any
 
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.native import CHECKSUM_BYTES, RUN, copy_runs, crc32c
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_layout import ChunkLayout, InnerChunk, checksum_to_bytes
+from ckpt.storage.chunk_layout import checksum_to_bytes
 from ckpt.storage.compressed_reads import Read, inner_chunk_places
 from ckpt.storage.files import storage_errors
 from ckpt.storage.pack_index import ChunkPlace
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import StepSource, step_source
 
-__all__ = ["READ_BYTES", "check_chunk", "corrupt", "inner_chunk_array", "verify_chunk"]
+__all__ = ["READ_BYTES", "check_chunk", "corrupt", "verify_chunk"]
 
 _BLOCK_BYTES = 4 << 20
 
 READ_BYTES = _BLOCK_BYTES + CHECKSUM_BYTES
 """At most this much is read at once, except for the index of a shard with very many inner chunks."""
-
-
-def inner_chunk_array(
-    meta: ArrayMeta, layout: ChunkLayout, inner: InnerChunk, encoded: memoryview
-) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the elements of `inner`, without padding, as a view of `encoded`.
-
-    Its shape is ``inner.shape`` (and the trailing dimension of a raw dtype), its dtype the stored one. It need not be
-    aligned to the size of an element.
-    """
-    shape = (*layout.full_shape, *meta.stored.trailing)
-    full: np.ndarray[Any, np.dtype[Any]] = np.ndarray(shape, meta.stored.numpy_dtype, encoded, inner.offset)
-    inside: tuple[slice | EllipsisType, ...] = (*(slice(size) for size in inner.shape), ...)
-    return full[inside]  # the ellipsis makes it a view also where there are no dimensions
 
 
 def check_chunk(meta: ArrayMeta, index: tuple[int, ...], nbytes: int, read: Read) -> bytes:

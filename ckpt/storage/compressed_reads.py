@@ -11,8 +11,8 @@ import numpy as np
 from ckpt.native import CHECKSUM_BYTES, crc32c
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_layout import InnerChunk
+from ckpt.storage.compression import decompressed
 from ckpt.storage.regular_files import DamagedFileError
-from ckpt.storage.zstd_frames import decompressed
 
 __all__ = ["Read", "inner_chunk_places", "read_compressed"]
 

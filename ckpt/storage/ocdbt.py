@@ -48,14 +48,14 @@ FRAME_HEAD_BYTES, FRAME_TAIL_BYTES = 14, 4
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Compress = Callable[[bytes], bytes | None]
+Compress = Callable[[bytes], bytes | None]  # None: the node is not compressed
 
 _NODE_BYTES = 256 << 10  # a reader gets the root, and a leaf for each array that it opens
 _ENTRY_BYTES = 16  # of an entry in a node, about, without its key and its text
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _VERSION, _SINGLE_MANIFEST, _GENERATION = 0, 0, 1
 _UNCOMPRESSED, _ZSTD = 0, 1
-_COMPRESSED_BYTES = 1 << 20  # nodes of fewer bytes in all need no tensorstore in the process that writes them
+_COMPRESSED_BYTES = 1 << 20  # of the nodes of a database, in all
 _MAX_NODE_BYTES = 8 << 20  # only a program that writes to the database heeds it
 _ARITY_LOG2 = 4  # of the tree of versions, of which there is one
 _COMMIT_TIME = 1  # in ns; always the same, as the bytes are

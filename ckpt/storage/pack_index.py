@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.compression import Compression
 from ckpt.storage.dtypes import stored
 from ckpt.storage.names import pack_file
 from ckpt.storage.regions import ALIGNMENT, FilePlaces, Region, chunk_sizes, regions_from_documents
@@ -73,7 +74,7 @@ class StoredArray:
         if meta.inner_chunk_shape is not None:
             document["inner"] = list(meta.inner_chunk_shape)
         if meta.compression is not None:
-            document["compression"] = meta.compression
+            document["compression"] = meta.compression.to_document()
         if self.region is not None:
             document |= {"region": self.region, "offset": self.offset}
         if not self.is_whole:
@@ -263,7 +264,8 @@ def _array(number: int, entry: Mapping[str, Any], world_size: int) -> StoredArra
         raise ValueError(f"{display(path)} has shape {list(shape)}, but is in region {region!r:.40}")
     if offset % ALIGNMENT:
         raise ValueError(f"{display(path)} begins at byte {offset} of its region")
-    meta = ArrayMeta(shape, entry["dtype"], chunk, inner, entry.get("compression"), {"ckpt": about})
+    compression = Compression.from_document(entry["compression"]) if "compression" in entry else None
+    meta = ArrayMeta(shape, entry["dtype"], chunk, inner, compression, {"ckpt": about})
     _check_shapes(entry["dtype"], shape, chunk, box_offset, tensor_shape)
     return StoredArray(number, path, meta, region, offset, box_offset, tensor_shape, rank)
 

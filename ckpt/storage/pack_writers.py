@@ -1,8 +1,8 @@
 """Write the files of a pack: straight from memory, or with compressed chunks.
 
 A file is staged as it is to be on disk, but for checksums that are not known yet. They are filled in where the file
-lies in memory, and it is written with O_DIRECT: no copy, no page cache. Compressed chunks are encoded by tensorstore
-and written one behind the other.
+lies in memory, and it is written with O_DIRECT: no copy, no page cache. Of compressed chunks each inner chunk is
+compressed from there, and they are written one behind the other.
 
 Runs in a writer process. `write` may be called from several threads at once (4 to 8 keep a local disk busy). Nothing is
 durable before `finish`. After an error the save cannot be completed; its files are left for clean-up.
@@ -11,7 +11,6 @@ durable before `finish`. After an error the save cannot be completed; its files 
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -19,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.errors import StorageError
 from ckpt.native import CHECKSUM_BYTES, RUN, copy_runs, crc32c
-from ckpt.storage.array_metadata import ArrayMeta, new_context, open_in_memory
-from ckpt.storage.chunk_codec import inner_chunk_array
-from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, PAGE_BYTES
+from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.chunk_layout import PAGE_BYTES, checksum_to_bytes
+from ckpt.storage.compression import compressed
 from ckpt.storage.directories import make_directories
 from ckpt.storage.files import exists, holds, sync_files, write_new, write_pages
 from ckpt.storage.links import refuse_link
@@ -33,7 +31,7 @@ from ckpt.storage.pack_index import ALIGNMENT
 __all__ = ["ChunkToCompress", "FileJob", "PackWriter", "WrittenFile"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_LEFT_OUT = 2**64 - 1
+_LEFT_OUT = np.uint64(2**64 - 1)  # of an inner chunk that lies outside of the array
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,6 @@ class PackWriter:
         self._lock = Lock()
         self._made: set[str] = set()
         self._files: list[str] = []
-        self._context: Any = None
 
     def write(self, job: FileJob) -> WrittenFile:
         """Write one file. `StorageError` if that fails, or if it exists and files are not reused."""
@@ -149,42 +146,41 @@ class PackWriter:
         checksums = b""
         end = 0
         for chunk in job.to_compress:
-            encoded = self._encode(chunk, job.memory[chunk.offset :])
-            checksums += _checksums(chunk.meta, encoded)
-            chunks.append((chunk.array, chunk.copy, end, len(encoded)))
-            padding = -len(encoded) % ALIGNMENT
-            pieces += [encoded, bytes(padding)]
-            end += len(encoded) + padding
+            encoded, of_chunk = _encoded(chunk, job.memory[chunk.offset :])
+            nbytes = sum(map(len, encoded))
+            checksums += of_chunk
+            chunks.append((chunk.array, chunk.copy, end, nbytes))
+            padding = -nbytes % ALIGNMENT
+            pieces += [*encoded, bytes(padding)]
+            end += nbytes + padding
         nbytes = end - padding
         self._store(job.number, _pages(pieces, nbytes), nbytes)
         return WrittenFile(job.number, nbytes, crc32c(checksums), tuple(chunks))
 
-    def _encode(self, chunk: ChunkToCompress, memory: memoryview) -> bytes:
-        """Return the bytes of a compressed chunk, whose elements are in `memory` as its layout puts them."""
-        import tensorstore as ts
 
-        meta, layout = chunk.meta, chunk.meta.layout(chunk.index)
-        try:
-            store = open_in_memory(meta, new_context(1))
-            with ts.Transaction() as transaction:  # encodes the chunk once, however many inner chunks it has
-                for inner in layout.inner_chunks:
-                    box = tuple(slice(o, o + n) for o, n in zip(inner.origin, inner.shape, strict=True))
-                    elements = np.require(inner_chunk_array(meta, layout, inner, memory), requirements="A")
-                    store.with_transaction(transaction)[box].write(elements).result()
-            encoded: bytes = store.kvstore.read(meta.chunk_key(chunk.index)).result().value
-        except (ValueError, RuntimeError, OSError) as error:
-            raise StorageError(f"cannot compress a chunk of {meta.attributes}: {error}") from error
-        return encoded
+def _encoded(chunk: ChunkToCompress, memory: memoryview) -> tuple[list[bytes], bytes]:
+    """Return the bytes of a compressed chunk, in pieces, and the checksums of its inner chunks, in their order.
 
-
-def _checksums(meta: ArrayMeta, encoded: bytes) -> bytes:
-    """Return the checksums of the inner chunks of an encoded chunk, in order of their offsets."""
-    if not meta.sharded:
-        return encoded[-CHECKSUM_BYTES:]
-    index = encoded[len(encoded) - meta.index_bytes : -CHECKSUM_BYTES]
-    entries = sorted(entry for entry in struct.iter_unpack("<QQ", index) if entry[0] != _LEFT_OUT)
-    assert len(index) % INDEX_ENTRY_BYTES == 0
-    return b"".join(encoded[offset + size - CHECKSUM_BYTES : offset + size] for offset, size in entries)
+    Its elements are in `memory` as its layout puts them before compression.
+    """
+    meta, layout = chunk.meta, chunk.meta.layout(chunk.index)
+    assert meta.compression is not None
+    pieces: list[bytes] = []
+    checksums: list[bytes] = []
+    index: Array = np.full((layout.index_entries, 2), _LEFT_OUT, "<u8")
+    end = 0
+    for inner in layout.inner_chunks:
+        content = memory[inner.offset : inner.offset + layout.inner_chunk_bytes]
+        frame = compressed(content, meta.stored.itemsize, meta.compression)
+        checksums.append(checksum_to_bytes(crc32c(frame)))
+        pieces += [frame, checksums[-1]]
+        if meta.sharded:
+            index[inner.position] = end, len(frame) + CHECKSUM_BYTES
+        end += len(frame) + CHECKSUM_BYTES
+    if meta.sharded:
+        table = index.tobytes()
+        pieces += [table, checksum_to_bytes(crc32c(table))]
+    return pieces, b"".join(checksums)
 
 
 def _pages(pieces: list[bytes], nbytes: int) -> memoryview:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ckpt.paths import Path
 from ckpt.storage.array_metadata import ArrayMeta, group_document, groups
+from ckpt.storage.compression import Compression
 from ckpt.storage.documents import canonical_json
 from ckpt.storage.names import directory
 from ckpt.storage.pack_index import PackIndex, StoredArray
@@ -83,7 +84,11 @@ def array_texts(names: Mapping[str, StoredArray]) -> dict[str, bytes]:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _template(
-    shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...], inner: tuple[int, ...] | None, compression: str | None
+    shape: tuple[int, ...],
+    dtype: str,
+    chunk: tuple[int, ...],
+    inner: tuple[int, ...] | None,
+    compression: Compression | None,
 ) -> tuple[bytes, bytes, bytes]:
     """Return the document of an array as JSON: before its path, up to the names of its dimensions, and behind them."""
     document = ArrayMeta(shape, dtype, chunk, inner, compression, {"ckpt": "?"}).array_document()

@@ -156,7 +156,11 @@ _INVALID: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),  # type: ignore[arg-type]
     "Staging.slots": (lambda: ckpt.Staging(slots=0), ValueError, "Staging: slots must be a whole number of at least 1"),
     "Staging.overlap": (lambda: ckpt.Staging(overlap=1), TypeError, "Staging: overlap must be True or False"),  # type: ignore[arg-type]
-    "Staging.compression": (lambda: ckpt.Staging(compression="gz"), ValueError, "compression must be None or 'zstd'"),
+    "Staging.compression": (
+        lambda: ckpt.Staging(compression="gz"),
+        ValueError,
+        "compression must be None, 'zstd' or 'lz4'",
+    ),
     "Staging.threads": (lambda: ckpt.Staging(threads=0), ValueError, "Staging: threads must be a whole number"),
     "Staging.bytes": (
         lambda: ckpt.Staging(max_host_bytes=1e9),

@@ -29,7 +29,7 @@ shown = threading.Event()
 write, read = progress._write, Fetch.read
 def note(text):
     write(text)
-    if "restoring step 1" in text:
+    if "100% of" in text:  # the line may be drawn before anything is read, too
         shown.set()
 def wait(self, wanted):
     read(self, wanted)

@@ -1,6 +1,6 @@
 """The content of a step, by a reader that shares no code with the package: `tests.ckpt.interop.standalone_reader`.
 
-It trusts the documents, so it reads what they describe. This module adds zstd, a faster CRC, and a count of how often
+It trusts the documents, so it reads what they describe. This module adds Blosc, a faster CRC, and a count of how often
 each element is stored. It does not look at the checksums of whole files, which only `validate` reads.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
-from numcodecs import Zstd
+from numcodecs import Blosc
 
 from ckpt.storage.documents import canonical_json
 from tests.ckpt.interop import standalone_reader
@@ -80,7 +80,7 @@ class _Step(standalone_reader.Step):  # type: ignore[misc]
                 first = [i * c + o for i, c, o in zip(index, chunk, corner, strict=True)]
                 part = whole[(*(slice(a, a + n) for a, n in zip(first, inner, strict=True)), ...)]
                 if part.size:
-                    elements = np.frombuffer(Zstd().decode(_checked(piece)), whole.dtype).reshape(inner)
+                    elements = np.frombuffer(Blosc().decode(_checked(piece)), whole.dtype).reshape(inner)
                     part[...] = elements[(*map(slice, part.shape), ...)]
         return whole
 

@@ -12,11 +12,11 @@ import numpy as np
 from ckpt.native import crc32c
 from ckpt.saving.for_readers import database_files
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_codec import inner_chunk_array
 from ckpt.storage.documents import digest, encode_document, encode_root
 from ckpt.storage.pack_index import PackIndex, Region, StoredArray
 from ckpt.storage.references import references
 from ckpt.storage.zarr_entries import Hierarchy
+from tests.ckpt.storage.chunks import inner_chunk_array
 
 __all__ = ["WORLD_SIZE", "Layouts", "layouts", "write_step"]
 

@@ -1,5 +1,5 @@
 # ruff: noqa: B905 (both sides of each zip have the dimensions of one array)
-"""A reader written from docs/format.md alone, with json, numpy and its own CRC; no zstd. Docstrings name sections."""
+"""A reader written from docs/format.md alone, with json, numpy and its own CRC; no Blosc. Docstrings name sections."""
 
 import json
 import math
@@ -89,7 +89,7 @@ class Step:
     def _array(self, entry):
         """index.json: return the elements of an array, each as opaque bytes."""
         shape, chunk, inner = entry["shape"], entry["chunk"], entry.get("inner", entry["chunk"])
-        assert "compression" not in entry, "zstd"
+        assert "compression" not in entry, "Blosc"
         whole = np.zeros(shape, f"V{ITEM_BYTES.get(entry['dtype'], 1)}")
         for k, index in enumerate(product(*(range(-(-n // c)) for n, c in zip(shape, chunk)))):
             region = self.regions[entry["region"]]

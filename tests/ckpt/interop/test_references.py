@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.compression import Compression
 from ckpt.storage.documents import encode_document
 from ckpt.storage.pack_index import PackIndex, Region, StoredArray
 from ckpt.storage.references import references
@@ -86,7 +87,7 @@ def test_a_flipped_bit_is_an_error(step: Path, tmp_path: Path) -> None:
 
 
 def test_compressed_arrays_are_left_out() -> None:
-    meta = ArrayMeta((4,), "int8", (2,), compression="zstd")
+    meta = ArrayMeta((4,), "int8", (2,), compression=Compression())
     array = StoredArray(0, ("a", "b"), meta, 0, 0, (0,), (4,))
     refs = _expanded(PackIndex((array,), (_region([0, 1], [0, 0], [0, 0]),)))
     assert refs == {"step/zarr.json": ["./zarr.json"]}

@@ -10,8 +10,7 @@ import numpy as np
 
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_codec import inner_chunk_array
-from ckpt.storage.chunk_layout import PAGE_BYTES
+from ckpt.storage.chunk_layout import PAGE_BYTES, ChunkLayout, InnerChunk
 from ckpt.storage.pack_index import ALIGNMENT
 from ckpt.storage.pack_writers import ChunkToCompress, FileJob
 
@@ -65,6 +64,14 @@ def elements(meta: ArrayMeta, *, seed: int = 0) -> Array:
 
 def bits(array: Array) -> bytes:
     return np.ascontiguousarray(array).tobytes()
+
+
+def inner_chunk_array(meta: ArrayMeta, layout: ChunkLayout, inner: InnerChunk, encoded: memoryview) -> Array:
+    """Return the elements of `inner`, without padding, as a view of an encoded chunk before compression."""
+    full: Array = np.ndarray(
+        (*layout.full_shape, *meta.stored.trailing), meta.stored.numpy_dtype, encoded, inner.offset
+    )
+    return full[(*(slice(size) for size in inner.shape), ...)]  # with the ellipsis a view, also without dimensions
 
 
 def job(meta: ArrayMeta, array: Array, number: int = 0, checksummed: int = 0) -> tuple[FileJob, list[ChunkPlan]]:

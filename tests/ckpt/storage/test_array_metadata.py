@@ -8,6 +8,7 @@ from hypothesis import given
 from ckpt.errors import StateError
 from ckpt.storage import dtypes
 from ckpt.storage.array_metadata import ArrayMeta, root_document
+from ckpt.storage.compression import Compression
 from tests.ckpt.storage.chunks import CASES, Case
 
 TORCH_DTYPES = sorted({dtypes.torch_dtype_name(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})
@@ -30,7 +31,14 @@ def test_unknown_dtypes() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [((2,), (1, 1)), ((2,), (0,)), ((-1,), (1,)), ((4,), (4,), (3,)), ((4,), (4,), (2, 2)), ((4,), (4,), None, "gzip")],
+    [
+        ((2,), (1, 1)),
+        ((2,), (0,)),
+        ((-1,), (1,)),
+        ((4,), (4,), (3,)),
+        ((4,), (4,), (2, 2)),
+        ((1 << 28,), (1 << 28,), None, Compression()),
+    ],
 )
 def test_impossible_arrays(arguments: Any) -> None:
     with pytest.raises(ValueError, match=r"chunk|compression"):

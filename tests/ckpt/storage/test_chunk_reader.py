@@ -22,6 +22,7 @@ from ckpt.storage import dtypes
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import verify_chunk
 from ckpt.storage.chunk_reader import ArrayRead, ChunkReader
+from ckpt.storage.compression import Compression
 from ckpt.storage.step_source import LocalStep, OpenFile
 from tests.ckpt.storage.chunks import CASES, Case, bits, boxes, elements
 from tests.ckpt.storage.packs import Pack, write_pack
@@ -35,13 +36,25 @@ def read(pack: Pack, *wanted: tuple[int, tuple[int, ...], Any]) -> None:
     reader.read(reads)
 
 
+COMPRESSIONS = [
+    Compression(codec, level=level, shuffle=shuffle)
+    for codec, level, shuffle in (
+        ("zstd", 1, "byte"),
+        ("zstd", 3, "none"),
+        ("zstd", 1, "bit"),
+        ("lz4", 1, "bit"),
+        ("lz4", 9, "byte"),
+    )
+]
+
+
 def part(meta: ArrayMeta, array: Any, box: tuple[slice, ...]) -> Any:
     return np.asarray(array[box])
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", [None, *COMPRESSIONS], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_reads_any_box(tmp_path: Path, case: Case, compression: str | None) -> None:
+def test_reads_any_box(tmp_path: Path, case: Case, compression: Compression | None) -> None:
     meta = dataclasses.replace(case.meta, compression=compression)
     array = elements(meta)
     pack = write_pack(tmp_path, {"w": (meta, array)})
@@ -104,8 +117,8 @@ def test_boxes_go_to_any_memory(
 
 
 @pytest.mark.parametrize("name", dtypes.names())
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_every_dtype_of_torch_keeps_its_bits(tmp_path: Path, name: str, compression: str | None) -> None:
+@pytest.mark.parametrize("compression", [None, Compression()], ids=["raw", "zstd"])
+def test_every_dtype_of_torch_keeps_its_bits(tmp_path: Path, name: str, compression: Compression | None) -> None:
     dtype, how = dtypes.torch_dtype(name), dtypes.stored(name)
     raw = torch.randint(0, 2 if name == "bool" else 256, (5, 6 * how.itemsize), dtype=torch.uint8)
     meta = ArrayMeta((5, 6), name, (4, 6), (2, 3), compression)
@@ -122,8 +135,8 @@ def test_every_dtype_of_torch_keeps_its_bits(tmp_path: Path, name: str, compress
 
 
 METAS = {
-    f"{kind}{compression or ''}": ArrayMeta((8, 6), "float32", (4, 6), inner, compression)
-    for (kind, inner), compression in product((("plain", None), ("sharded", (2, 3))), (None, "zstd"))
+    f"{kind}{compression.codec if compression else ''}": ArrayMeta((8, 6), "float32", (4, 6), inner, compression)
+    for (kind, inner), compression in product((("plain", None), ("sharded", (2, 3))), (None, Compression()))
 }
 
 
@@ -348,9 +361,11 @@ class _WatchedStep(LocalStep):
         return self.opened[-1]
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", [None, Compression()], ids=["raw", "zstd"])
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_threads_share_a_file_and_each_reads_forwards(tmp_path: Path, threads: int, compression: str | None) -> None:
+def test_threads_share_a_file_and_each_reads_forwards(
+    tmp_path: Path, threads: int, compression: Compression | None
+) -> None:
     """So the kernel reads ahead for each; and all threads read at the same time, or this would not end."""
     meta = ArrayMeta((64, 1024), "uint8", (1, 1024), compression=compression)
     array = np.random.default_rng(3).integers(0, 256, (64, 1024), np.uint8)

@@ -15,6 +15,7 @@ from zarr.core.dtype import data_type_registry
 from ckpt.errors import StorageError
 from ckpt.storage import dtypes, zarr_plugin
 from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.compression import Compression
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ALIGNMENT
 from ckpt.storage.pack_writers import PackWriter, WrittenFile
@@ -83,7 +84,7 @@ def test_the_checksum_tells_contents_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inner", [None, (10, 100)], ids=["plain", "sharded"])
 def test_compressed_chunks(tmp_path: Path, inner: tuple[int, ...] | None) -> None:
-    meta = ArrayMeta((90, 100), "float32", (40, 100), inner, "zstd")
+    meta = ArrayMeta((90, 100), "float32", (40, 100), inner, Compression())
     array = np.arange(9000, dtype=np.float32).reshape(90, 100)
     written, content, chunks = write(tmp_path, meta, array)
     assert [(number, copy) for number, copy, _, _ in written.chunks] == [(0, 0), (0, 1), (0, 2)]

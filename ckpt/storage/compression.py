@@ -1,0 +1,121 @@
+"""Compressed chunks: frames of Blosc, one for each inner chunk, of one block each.
+
+Blosc (https://www.blosc.org, format 1) puts the bytes of the elements into another order, the first bytes of all, then
+the second ones, and compresses that. Floating-point numbers become a good deal smaller so: their exponents resemble
+each other. The codec ``blosc`` of Zarr v3 is known to all its readers. One block for all of a frame lets the
+compressor see all of it; the blocks that Blosc itself would choose are smaller, and take more time and space.
+
+`numcodecs` has the library. It starts no thread for a frame of one block, so any process and any thread may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ckpt.arguments import check_choice, whole_number
+from ckpt.storage.regular_files import DamagedFileError
+
+__all__ = ["MAX_FRAME_BYTES", "Compression", "compressed", "decompressed"]
+
+MAX_FRAME_BYTES = 1 << 29
+"""The most bytes of elements in one frame: Blosc takes a third of 2 GiB in a block."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_HEAD_BYTES = 16
+_VERSION = 2
+_SHUFFLES = ("none", "byte", "bit")  # as Blosc numbers them
+_ZARR_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How chunks are compressed: ``Staging(compression=Compression("zstd", level=1, shuffle="byte"))``.
+
+    codec: "zstd", which makes files smallest, or "lz4", which takes half of its time or less
+    level: from 1, the fastest, to 9
+    shuffle: what is put together before that: "byte", the bytes of the elements that have the same place in them;
+        "bit", their bits; or "none". None: "byte" with zstd, "bit" with lz4
+
+    Any program that reads Zarr v3 reads the result. docs/guide.md says when it pays. TypeError or ValueError for an
+    option that is invalid.
+    """
+
+    codec: Literal["zstd", "lz4"] = "zstd"
+    _: KW_ONLY
+    level: int = 1
+    shuffle: Literal["byte", "bit", "none"] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("Compression: codec", self.codec, ("zstd", "lz4"))
+        whole_number("Compression: level", self.level)
+        if self.level > 9:
+            raise ValueError(f"Compression: level must be at most 9, not {self.level}")
+        if self.shuffle is None:
+            object.__setattr__(self, "shuffle", "byte" if self.codec == "zstd" else "bit")
+        check_choice("Compression: shuffle", self.shuffle, _SHUFFLES)
+
+    @classmethod
+    def of(cls, given: Any) -> Compression | None:
+        """Return the option `compression` of `Staging`: a text stands for `codec`."""
+        if given is None or isinstance(given, cls):
+            return given
+        check_choice("Staging: compression", given, (None, "zstd", "lz4"))
+        return cls(given)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Compression:
+        """Return what `to_document` has made. One of `ILL_FORMED` for anything else."""
+        made = cls(document["codec"], level=document["level"], shuffle=document["shuffle"])
+        if made.to_document() != document:
+            raise ValueError(f"{document!r:.80} is no compression")
+        return made
+
+    def to_document(self) -> dict[str, Any]:
+        """Return its form in the index."""
+        return {"codec": self.codec, "level": self.level, "shuffle": self.shuffle}
+
+    def zarr_codec(self, itemsize: int, nbytes: int) -> dict[str, Any]:
+        """Return the codec of Zarr for frames of `nbytes` bytes."""
+        assert self.shuffle is not None
+        configuration = {
+            "cname": self.codec,
+            "clevel": self.level,
+            "shuffle": _ZARR_SHUFFLES[_SHUFFLES.index(self.shuffle)],
+            "typesize": itemsize,
+            "blocksize": nbytes,
+        }
+        return {"name": "blosc", "configuration": configuration}
+
+
+def compressed(content: memoryview, itemsize: int, how: Compression) -> bytes:
+    """Return the frame of a content of whole elements, of at most `MAX_FRAME_BYTES`."""
+    from numcodecs import blosc  # here: only who compresses needs it
+
+    assert how.shuffle is not None
+    elements = np.frombuffer(content, np.dtype((np.void, itemsize)))
+    frame: bytes = blosc.compress(elements, how.codec.encode(), how.level, _SHUFFLES.index(how.shuffle), len(content))
+    return frame
+
+
+def decompressed(frame: bytes | memoryview, nbytes: int) -> Array:
+    """Return the content of a frame as bytes. DamagedFileError unless it is one frame, and these are `nbytes` bytes."""
+    from numcodecs import blosc
+
+    head = bytes(frame[:_HEAD_BYTES])
+    if len(head) < _HEAD_BYTES or head[0] != _VERSION:
+        raise DamagedFileError("cannot be decompressed: it has no frame of Blosc")
+    if int.from_bytes(head[4:8], "little") != nbytes:
+        raise DamagedFileError(f"cannot be decompressed: its frame does not hold {nbytes} bytes")
+    if int.from_bytes(head[12:16], "little") != len(frame):
+        raise DamagedFileError("cannot be decompressed: its frame does not end where the chunk does")
+    content: Array = np.empty(nbytes, np.uint8)
+    try:
+        blosc.decompress(frame, content)
+    except (RuntimeError, ValueError) as error:
+        raise DamagedFileError(f"cannot be decompressed: {error}") from error
+    return content

@@ -1,0 +1,77 @@
+"""Frames of Blosc: what comes out is what went in, and anything but one whole frame is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.storage.compression import Compression, compressed, decompressed
+from ckpt.storage.regular_files import DamagedFileError
+from tests.support.seeds import random_bytes
+
+_NOISE = random_bytes(300_000)
+
+_HOW = st.builds(
+    Compression,
+    st.sampled_from(["zstd", "lz4"]),
+    level=st.integers(1, 9),
+    shuffle=st.sampled_from(["byte", "bit", "none", None]),
+)
+
+
+@given(noise=st.integers(0, 20_000), zeros=st.integers(0, 20_000), itemsize=st.sampled_from([1, 2, 4, 8, 16]), how=_HOW)
+def test_frames_come_back(noise: int, zeros: int, itemsize: int, how: Compression) -> None:
+    data = _NOISE[: (noise + 1) * itemsize] + bytes(zeros * itemsize)
+    frame = compressed(memoryview(data), itemsize, how)
+    assert decompressed(memoryview(frame), len(data)).tobytes() == data
+    assert len(frame) <= len(data) + 1024
+
+
+def test_floats_become_smaller_by_the_shuffle() -> None:
+    data = np.random.default_rng(0).standard_normal(1 << 18).astype(np.float32).tobytes()
+    sizes = {how: len(compressed(memoryview(data), 4, Compression("zstd", shuffle=how))) for how in ("byte", "none")}
+    assert sizes["byte"] < 0.86 * len(data)
+    assert sizes["none"] > 0.9 * len(data)
+
+
+_DATA = bytes(2048) + _NOISE[:2048]
+_FRAME = compressed(memoryview(_DATA), 4, Compression())
+_WRONG = {
+    "nothing": b"",
+    "no frame": _DATA,
+    "a frame that is cut": _FRAME[:-1],
+    "half a frame": _FRAME[: len(_FRAME) // 2],
+    "a byte more": _FRAME + b"\0",
+    "a frame of fewer bytes": compressed(memoryview(_DATA[:-4]), 4, Compression()),
+    "a frame of more bytes": compressed(memoryview(_DATA + b"more"), 4, Compression()),
+    "a frame of gigabytes": _FRAME[:4] + (1 << 31).to_bytes(4, "little") + _FRAME[8:],
+    "blocks of gigabytes": _FRAME[:8] + (1 << 30).to_bytes(4, "little") + _FRAME[12:],
+    "blocks of nothing": _FRAME[:8] + bytes(4) + _FRAME[12:],
+    "a block beyond its end": _FRAME[:16] + (1 << 20).to_bytes(4, "little") + _FRAME[20:],
+    "a codec that is not there": _FRAME[:2] + bytes([_FRAME[2] & 0x1F | 0x40]) + _FRAME[3:],
+    "a format of the future": b"\x7f" + _FRAME[1:],
+}
+
+
+@pytest.mark.parametrize("name", _WRONG)
+def test_anything_else_is_refused(name: str) -> None:
+    decompressed(_FRAME, 4096)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DamagedFileError, match="cannot be decompressed"):
+        decompressed(_WRONG[name], 4096)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+@given(where=st.integers(0, len(_FRAME) - 1), value=st.integers(0, 255))
+def test_any_byte_may_be_wrong(where: int, value: int) -> None:
+    """It has a checksum of its own in a step; here it is enough that nothing else is harmed."""
+    frame = _FRAME[:where] + bytes([value]) + _FRAME[where + 1 :]
+    with contextlib.suppress(DamagedFileError):
+        assert len(decompressed(frame, 4096)) == 4096
