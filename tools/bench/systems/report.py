@@ -50,11 +50,6 @@ def _shown(value: float, unit: str) -> str:
     return f"{value:.2f}x" if unit == "x" else f"{value:.0f}"
 
 
-def _spread(values: list[float], unit: str) -> str:
-    """Return the median, and the least and the most of the values."""
-    return f"{_shown(median(values), unit)} ({_shown(min(values), unit)}-{_shown(max(values), unit)})"
-
-
 def _environment() -> str:
     versions = [f"{entry.package} {version}" for name, entry in SYSTEMS.items() if (version := version_of(name))]
     facts = [f"{name} {value}" for name, value in environment().items() if name != "torch"]
