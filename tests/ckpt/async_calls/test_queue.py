@@ -389,7 +389,7 @@ def test_calls_as_nvidia_resiliency_ext_makes_them(leak_check: LeakCheck) -> Non
     queue.warmup_persistent_caller(0, mp_mode="spawn")
     idle = 3
     priorities = ask(queue, functions.report_priorities)
-    assert priorities == {"nice": os.getpriority(os.PRIO_PROCESS, 0) + 3, "io_class": idle}
+    assert priorities == {"nice": min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3), "io_class": idle}
     queue.close(abort=False)
 
 
