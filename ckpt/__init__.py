@@ -5,8 +5,7 @@ Importing this package is cheap: neither torch nor tensorstore is imported befor
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt.errors import (
     CheckpointCorruptError,
@@ -25,8 +24,13 @@ from ckpt.errors import (
     StorageError,
     WriterError,
 )
+from inprocess.ipc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from ckpt import events as events
+    from ckpt import integrations as integrations
+    from ckpt import restart as restart
+    from ckpt import sinks as sinks
     from ckpt.async_calls import (
         AsyncCallsQueue,
         AsyncRequest,
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     from ckpt.loading.lazy import Checkpoint, LazyTensor
     from ckpt.loading.lazy import open_checkpoint as open
     from ckpt.loading.load import load
-    from ckpt.loading.zarr_store import zarr_store
+    from ckpt.loading.zarr_open import zarr_store
     from ckpt.mirroring.options import Mirror
     from ckpt.observing import Observation, observe
     from ckpt.options import Snapshots, Staging
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     from ckpt.storage.small_files import SmallFiles
     from ckpt.values.registry import Unregistered, register_encoder
     from ckpt.values.tensor_subclasses import register_tensor_subclass
+    from ckpt.version import __version__ as __version__
 
 __all__ = [
     "AsyncCallsQueue",
@@ -138,20 +143,13 @@ _LAZY = {
     "load_foreign": "ckpt.formats.foreign_state",
     "Checkpoint": "ckpt.loading.lazy",
     "LazyTensor": "ckpt.loading.lazy",
-    "open": "ckpt.loading.lazy",
+    "open": "ckpt.loading.lazy:open_checkpoint",
     "register_tensor_subclass": "ckpt.values.tensor_subclasses",
     "SmallFiles": "ckpt.storage.small_files",
     "pending_steps": "ckpt.saving.scheduled",
     "wait_until_written": "ckpt.saving.scheduled",
-    "zarr_store": "ckpt.loading.zarr_store",
+    "zarr_store": "ckpt.loading.zarr_open",
+    "__version__": "ckpt.version",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), "open_checkpoint" if name == "open" else name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY, modules=("events", "integrations", "restart", "sinks"))

@@ -47,7 +47,7 @@ class Checkpointer(Uncopied):
     thread that trains, unless they say otherwise; in a fork of the process they raise CheckpointError, and leaving it
     there has no effect. In the training loop::
 
-        checkpointer.queue.schedule_async_request(checkpointer.save_request(state, step))
+        checkpointer.async_save(state, step)     # copies the state, and returns
         checkpointer.maybe_finalize()            # each iteration
 
     Guarantees: a step is published as a whole or not at all, and by all ranks; an error of a background save is raised

@@ -19,9 +19,8 @@ import inprocess
 STEPS, KEEP_EVERY, FAULTY_STEP = 40, 10, 25
 
 
-def train(kept: dict[str, Any], call: inprocess.CallWrapper | None = None) -> float:
+def train(kept: dict[str, Any], call: inprocess.CallWrapper) -> float:
     """Train until the last step; return the loss. The wrapper passes `call` because of its annotation."""
-    assert call is not None
     dist.init_process_group("gloo")
     loss = fit(dist.get_rank(), dist.get_world_size(), kept, call)
     dist.destroy_process_group()  # after `fit` has freed the DDP module, which could block indefinitely otherwise

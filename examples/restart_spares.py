@@ -27,9 +27,8 @@ def node_of(state: inprocess.FrozenState) -> str:
     return f"node {state.initial_rank // RANKS_PER_NODE}"
 
 
-def train(call: inprocess.CallWrapper | None = None) -> float:
+def train(call: inprocess.CallWrapper) -> float:
     """Run on active ranks only. A spare waits in the wrapper until it becomes active or the job has completed."""
-    assert call is not None
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # among the active ranks
     tell(f"iteration {call.iteration}: process {call.state.initial_rank} is rank {rank} of {world_size}")
     dist.init_process_group("gloo")

@@ -9,8 +9,9 @@ it again. Importing this package is cheap and does not import torch: the monitor
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from inprocess.ipc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from inprocess import rank_assignment, rank_filter
@@ -48,14 +49,4 @@ _MODULES = (
 
 __all__ = ["CallWrapper", "Compose", "FrozenState", "Mode", "State", "Wrapper", "rank_assignment", "rank_filter"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _CLASSES:
-        return getattr(import_module(_CLASSES[name]), name)
-    if name in _MODULES:
-        return import_module(f"inprocess.{name}")
-    raise AttributeError(f"module 'inprocess' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted((*_CLASSES, *_MODULES))
+__getattr__, __dir__ = lazy_names(__name__, _CLASSES, _MODULES)

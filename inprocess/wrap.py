@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
@@ -52,7 +52,6 @@ __all__ = ["CallWrapper", "Wrapper", "inject"]
 
 _log = logging.getLogger(__name__)
 _UNBLOCK_S = 0.02
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
@@ -108,9 +107,10 @@ class Wrapper(Settings):
         """What is checked after a fault: the user's checks, then those of the devices; None for nothing."""
         return self.hooks.restart_health_check_hook
 
-    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+    def __call__(self, function: Callable[..., _R]) -> Callable[..., _R | None]:
         """Return the restartable function; `function` itself if the wrapper is not enabled.
 
+        It takes the arguments of `function` but those that are a `CallWrapper`, which a type cannot express.
         TypeError for coroutine functions and generator functions: their body runs after they have returned.
         """
         if not self.enabled:
@@ -122,7 +122,7 @@ class Wrapper(Settings):
             )
 
         @functools.wraps(function)
-        def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        def wrapped(*args: Any, **kwargs: Any) -> _R | None:
             try:
                 with CallWrapper(self) as call:
                     result: _R | None = call(function, args, kwargs)

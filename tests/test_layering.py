@@ -15,7 +15,7 @@ import ckpt
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Unit of ckpt (module or subpackage) -> the units it may import besides itself.
-FOUNDATION = {"arguments", "errors", "events", "observing", "ranks"}
+FOUNDATION = {"arguments", "errors", "events", "observing", "ranks", "version"}
 BASE = FOUNDATION | {"collection", "native", "paths", "progress", "values"}
 SIBLINGS = {"planning", "storage", "staging"}
 PIPELINES = {"saving", "loading"}
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": {"errors"},
     "values": {"errors", "paths"},
     "signal_pipe": set(),
+    "version": set(),
     "preemption": FOUNDATION | {"signal_pipe"},
     "keeper": set(),  # it forks workers by name, and keeps memory without reading it
     "async_calls": FOUNDATION | {"keeper"},  # it runs any function and knows nothing of checkpoints

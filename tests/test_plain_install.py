@@ -104,6 +104,36 @@ def test_a_module_that_needs_an_extra_names_it(plain: Path) -> None:
     assert found == {name: [extra] for name, extra in _EXTRAS.items()}, errors
 
 
+_SURFACE = """
+import contextlib, io, json
+import ckpt
+found = {"lazy": all(hasattr(ckpt, name) for name in dir(ckpt)), "unknown": hasattr(ckpt, "no_such_name")}
+found["sinks"] = ckpt.sinks.Logging.__name__
+with contextlib.redirect_stdout(io.StringIO()) as text:
+    help(ckpt)
+names = {}
+exec("from ckpt import *", names)
+found["missing"] = sorted(set(ckpt.__all__) - set(names))
+found["unexplained"] = [name for name in ckpt.__all__ if name not in text.getvalue()]
+found["version"] = ckpt.__version__
+try:
+    ckpt.zarr_store("/nowhere")
+except ImportError as error:
+    found["error"] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.timeout(100)
+def test_every_public_name_is_there(plain: Path) -> None:
+    done = run_in(plain, "-c", _SURFACE, timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "pip install 'ckpt-inprocess[zarr]'" in found.pop("error")
+    expected = {"lazy": True, "unknown": False, "sinks": "Logging", "missing": [], "unexplained": []}
+    assert found == expected | {"version": "unknown"}  # this environment has no metadata of the package
+
+
 _COMMANDS = """
 import contextlib, io, json, sys
 import torch

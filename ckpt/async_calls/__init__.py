@@ -13,8 +13,9 @@ Names are imported when they are used: a writer, whose modules are of this packa
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from inprocess.ipc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ckpt.async_calls.call import CallTimer, RecoverableCall
@@ -38,23 +39,15 @@ __all__ = [
 ]
 
 _LAZY = {
-    "CallTimer": "call",
-    "RecoverableCall": "call",
-    "DistributedAsyncCaller": "caller",
-    "abort_nvrx_checkpoint": "compatible",
-    "WriterContext": "context",
-    "current": "context",
-    "AsyncCallsQueue": "queue",
-    "AsyncRequest": "request",
-    "WriterConfig": "writer_config",
+    "CallTimer": ".call",
+    "RecoverableCall": ".call",
+    "DistributedAsyncCaller": ".caller",
+    "abort_nvrx_checkpoint": ".compatible",
+    "WriterContext": ".context",
+    "current": ".context",
+    "AsyncCallsQueue": ".queue",
+    "AsyncRequest": ".request",
+    "WriterConfig": ".writer_config",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY)

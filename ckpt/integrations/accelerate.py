@@ -23,7 +23,7 @@ try:
     from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError(
-        "ckpt.integrations.accelerate needs accelerate 1.0 or newer: pip install 'ckpt-inprocess[accelerate]'"
+        "ckpt.integrations.accelerate needs accelerate 1.15 or newer: pip install 'ckpt-inprocess[accelerate]'"
     ) from error
 
 __all__ = ["Checkpoints", "check_backend", "model_state"]

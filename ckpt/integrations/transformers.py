@@ -43,7 +43,7 @@ except ImportError:
     _is_recent = False
 if not _is_recent:
     raise ImportError(
-        "ckpt.integrations.transformers needs transformers 5.0 or newer: pip install 'ckpt-inprocess[transformers]'"
+        "ckpt.integrations.transformers needs transformers 5.23 or newer: pip install 'ckpt-inprocess[transformers]'"
     )
 
 from ckpt.integrations.accelerate import check_backend, model_state

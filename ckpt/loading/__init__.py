@@ -10,4 +10,5 @@ state_update   assign values and have objects load, after a trial that can be un
 new_tensors    whole tensors of a step as new torch tensors
 load           the state of a step without one to restore into: `ckpt.load`
 lazy           open a step, and read tensors of it: `ckpt.open`
+zarr_store     a step as a store of zarr-python; `zarr_open`, without zarr: `ckpt.zarr_store`
 """

@@ -47,18 +47,13 @@ try:
 except ImportError as error:
     raise ImportError("ckpt.zarr_store needs zarr-python 3: pip install 'ckpt-inprocess[zarr]'") from error
 
-__all__ = ["ZarrStore", "zarr_store"]
+__all__ = ["ZarrStore", "open_store"]
 
 
-def zarr_store(
-    path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
+def open_store(
+    path: str | os.PathLike[str], step: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> ZarrStore:
-    """Open a published step as a store of zarr-python: the arguments are those of `ckpt.open`.
-
-    ``zarr.open_group(store, mode="r")`` lists all tensors with one read; xarray and dask take the store, too. The data
-    types of ml_dtypes (bfloat16, float8) are registered with zarr-python in this process. Close the store, use it as a
-    context manager, or drop it. Raises as `ckpt.open`; ImportError without zarr-python.
-    """
+    """Open a published step: see `ckpt.zarr_store`."""
     register()
     return ZarrStore(open_checkpoint(path, step, storage_options=storage_options), storage_options)
 
@@ -279,7 +274,7 @@ def _bounds(byte_range: ByteRequest | None, size: int) -> tuple[int, int]:
 
 
 def _open_again(path: str, save: str, storage_options: Mapping[str, Any] | None = None) -> ZarrStore:
-    store = zarr_store(path, storage_options=storage_options)
+    store = open_store(path, storage_options=storage_options)
     found = store._checkpoint.summary["save"]
     if found != save:
         store.close()

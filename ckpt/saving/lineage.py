@@ -19,7 +19,6 @@ MAX_METRICS_BYTES = 64 << 10
 
 _log = logging.getLogger("ckpt")
 _MAX_NESTING = 32
-_PACKAGE = "ckpt-inprocess"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +41,11 @@ class Lineage:
 
 def own_versions() -> dict[str, str]:
     """Return the versions of this package and of torch, in a process that has imported torch."""
-    from importlib.metadata import PackageNotFoundError, version  # ten milliseconds of the start of a writer
-
     import torch
 
-    try:
-        own = version(_PACKAGE)
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        own = "unknown"
-    return {"ckpt": own, "torch": str(torch.__version__)}
+    from ckpt.version import __version__  # it reads metadata: ten milliseconds of the start of a writer
+
+    return {"ckpt": __version__, "torch": str(torch.__version__)}
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None, warned: set[str]) -> dict[str, Any]:

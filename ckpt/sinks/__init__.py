@@ -5,8 +5,9 @@ A package that is missing is an ImportError that names what to install; `JsonLin
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from inprocess.ipc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ckpt.sinks.json_lines import JsonLines
@@ -17,20 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["JsonLines", "Logging", "OpenTelemetry", "Prometheus", "TensorBoard"]
 
-_LAZY = {
-    "JsonLines": "ckpt.sinks.json_lines",
-    "Logging": "ckpt.sinks.log",
-    "OpenTelemetry": "ckpt.sinks.open_telemetry",
-    "Prometheus": "ckpt.sinks.prometheus",
-    "TensorBoard": "ckpt.sinks.tensorboard",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'ckpt.sinks' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "JsonLines": ".json_lines",
+        "Logging": ".log",
+        "OpenTelemetry": ".open_telemetry",
+        "Prometheus": ".prometheus",
+        "TensorBoard": ".tensorboard",
+    },
+)

@@ -1,4 +1,4 @@
-"""Pages of the site that are not files under docs/: those at the top of the repository."""
+"""Pages of the site that are not files under docs/: those at the top of the repository, and the examples."""
 
 import re
 from pathlib import Path
@@ -23,6 +23,13 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for source, page in TOP_LEVEL.items():
         text = _LINK.sub(lambda match: _target(match[1]), (REPOSITORY / source).read_text(encoding="utf-8"))
         files.append(File.generated(config, page, content=_ALONE + text if page == "index.md" else text))
+    for example in sorted((REPOSITORY / "examples").glob("*.py")):
+        files.append(File.generated(config, f"examples/{example.name}", abs_src_path=str(example)))
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Have links to examples, which are beside docs/ in the repository, lead to those of the site."""
+    return markdown.replace("](../../examples/", "](../examples/")
 
 
 def _expanded(entry: object) -> object:

@@ -18,8 +18,9 @@ Importing this package is cheap and does not import torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from inprocess.ipc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from inprocess.fault_tolerance.config import FaultToleranceConfig
@@ -63,11 +64,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _DEFINED_IN:
-        return getattr(import_module(_DEFINED_IN[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _DEFINED_IN)

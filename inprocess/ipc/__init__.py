@@ -1,4 +1,4 @@
-"""Processes, threads and sockets of one host: what `inprocess` and `ckpt` share.
+"""Processes, threads and sockets of one host, and lazy imports: what `inprocess` and `ckpt` share.
 
     packets         messages between processes: frozen dataclasses as JSON in SOCK_SEQPACKET packets, with descriptors
     unix_sockets    named sockets that only processes of the same user can reach
@@ -7,6 +7,7 @@
     threads         threads whose end can be awaited by a thread into which exceptions are thrown
     wakeup          a flag that interrupts `poll`
     shared_memory   anonymous shared memory, passed by file descriptor
+    lazy_names      names of a package that are imported when they are used
 
 Private to the two libraries. It imports neither torch nor numpy nor anything else of `inprocess`.
 """

@@ -17,7 +17,9 @@ The process imports no torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from inprocess.ipc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from inprocess.monitor_process.supervised import MonitorProcess
@@ -25,9 +27,4 @@ if TYPE_CHECKING:
 __all__ = ["MonitorProcess"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "MonitorProcess":
-        from inprocess.monitor_process.supervised import MonitorProcess
-
-        return MonitorProcess
-    raise AttributeError(f"module 'inprocess.monitor_process' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, {"MonitorProcess": ".supervised"})

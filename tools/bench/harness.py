@@ -1,13 +1,15 @@
 """What all kinds of measurement share: rounds, ratios to a limit of the same round, tables and JSON."""
 
 import argparse
+import csv
 import importlib.metadata
 import json
 import math
 import platform
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +35,7 @@ __all__ = [
     "positive",
     "print_report",
     "print_table",
+    "publish",
     "replace_between_markers",
     "rounds",
     "temporary_folder",
@@ -230,3 +233,33 @@ def replace_between_markers(path: Path, text: str, begin: str, end: str) -> None
     head, rest = document.split(begin)
     _, tail = rest.split(end)
     path.write_text(f"{head}{begin}\n\n{text}\n\n{end}{tail}")
+
+
+def publish(page: Path, text: str, begin: str, end: str, prefix: str, shown: Container[str]) -> None:
+    """Write a report: what decides into a page, all tables beside it as data.
+
+    Between the markers of the page comes what stands before the first heading of `text`, and the sections whose titles
+    are in `shown`. Each section is also a file ``PREFIX-TITLE.csv`` in the folder that is named like the page.
+    """
+    first, *sections = re.split(r"^### ", text, flags=re.MULTILINE)
+    titled = [(section.partition("\n")[0].strip(), section.partition("\n")[2].strip()) for section in sections]
+    parts = [first.strip(), *(f"### {title}\n\n{body}" for title, body in titled if title in shown)]
+    replace_between_markers(page, "\n\n".join(parts), begin, end)
+    folder = page.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob(f"{prefix}-*.csv"):
+        old.unlink()
+    for title, body in titled:
+        name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+        with (folder / f"{prefix}-{name}.csv").open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(_rows(body))
+
+
+def _rows(body: str) -> list[list[str]]:
+    """Return the lines of Markdown as rows: the cells of a table, or a sentence in one cell."""
+    rows = []
+    for line in filter(None, map(str.strip, body.splitlines())):
+        cells = [cell.strip().replace("**", "") for cell in line.strip("|").split("|")] if line[0] == "|" else [line]
+        if not all(re.fullmatch(r"[-: ]+", cell) for cell in cells):
+            rows.append(cells)
+    return rows

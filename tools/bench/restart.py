@@ -140,7 +140,7 @@ class _FailingJob:
                 del held
             dist.destroy_process_group()
 
-        wrapper(train)(None)  # type: ignore[arg-type]  # the call is passed by the wrapper
+        wrapper(train)()
 
     def _make_group(self, store: Any) -> None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

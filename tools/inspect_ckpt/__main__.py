@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError
 from ckpt.storage.roots import local_path
+from ckpt.version import __version__
 
 from . import (
     clean,
@@ -32,6 +33,7 @@ from . import (
     validate,
     watch,
 )
+from .completion import SHELLS, completion_script
 from .output import CannotReadError, Exit, NotPublishedError, Output, one_line
 
 __all__ = ["main"]
@@ -74,6 +76,17 @@ class _UsageError(Exception):
     pass
 
 
+class _PrintCompletion(argparse.Action):
+    """Print the script that completes this command line in a shell, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, option: str | None = None) -> NoReturn:
+        try:
+            print(completion_script(parser, shell))
+        except CannotReadError as error:
+            raise _UsageError(str(error)) from None
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise _UsageError(f"{message}; see {self.prog} --help")
@@ -85,8 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
     except _UsageError as error:
         return _fail(str(error), Exit.CANNOT_READ)
-    except SystemExit as end:  # --help
+    except SystemExit as end:  # --help, --version, --print-completion
         return int(end.code or 0)
+    except BrokenPipeError:  # `inspect_ckpt --print-completion bash | head`
+        return _end_of_pipe()
     try:
         for name, value in vars(arguments).items():
             setattr(arguments, name, [_path(each) for each in value] if isinstance(value, list) else _path(value))
@@ -95,8 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `inspect_ckpt show ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.WHOLE
+        return _end_of_pipe()
     except KeyboardInterrupt:
         return _fail("interrupted", Exit.INTERRUPTED)
     except NotPublishedError as error:
@@ -126,12 +140,21 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXIT_CODES,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"inspect_ckpt {__version__}")
+    parser.add_argument(
+        "--print-completion", action=_PrintCompletion, choices=SHELLS, help="print the tab completion for a shell"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
         own = commands.add_parser(name, help=command.HELP, description=command.HELP, epilog=_EXIT_CODES)
         own.add_argument("--json", action="store_true", help="print one JSON document instead of text")
         command.add_arguments(own)
     return parser
+
+
+def _end_of_pipe() -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return Exit.WHOLE
 
 
 def _fail(message: str, code: Exit) -> int:

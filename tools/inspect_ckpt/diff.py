@@ -15,7 +15,7 @@ from ckpt.loading.fetch import Fetch
 
 from .numbers import as_numbers
 from .output import Exit, Output, count, plural, short_repr
-from .step import Step, block_boxes, open_step
+from .step import Step, at_step, block_boxes, open_step
 
 __all__ = ["HELP", "Change", "Tolerance", "add_arguments", "changed_tensors", "run"]
 
@@ -26,14 +26,22 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a step, or a checkpoint root: then its newest step")
-    parser.add_argument("b", metavar="B", help="the step or root to compare it with")
+    parser.add_argument(
+        "b", metavar="B", help="the step or root to compare it with; or A is a root and B the number of a step"
+    )
+    parser.add_argument(
+        "c", metavar="STEP", nargs="?", help="the number of the step to compare with step B of the root A"
+    )
     tolerance = "elements are equal if |a - b| <= atol + rtol * |a|; without --atol and --rtol, if all bits are equal"
     parser.add_argument("--atol", type=_tolerance, metavar="X", help=tolerance)
     parser.add_argument("--rtol", type=_tolerance, metavar="X", help="see --atol")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    with open_step(arguments.a) as a, open_step(arguments.b) as b:
+    paths = arguments.a, arguments.b
+    if arguments.c is not None:  # ROOT 40 50
+        paths = at_step(arguments.a, arguments.b), at_step(arguments.a, arguments.c)
+    with open_step(paths[0]) as a, open_step(paths[1]) as b:
         return _run(a, b, arguments, output)
 
 

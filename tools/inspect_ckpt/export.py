@@ -11,7 +11,7 @@ from ckpt.exporting.options import DTYPES, Format, byte_count
 from ckpt.storage.roots import is_object_url
 
 from .output import Exit, Output, duration, first_few, plural, size
-from .step import step_number, step_path
+from .step import add_step, at_step, step_number, step_path
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -23,6 +23,7 @@ _SHARD_SIZE = "5GB"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a step, or a checkpoint root: then its newest step")
     parser.add_argument("target", metavar="TARGET", help="a new or empty directory; with --to torch a new file")
+    add_step(parser, option=True)
     parser.add_argument(
         "--to",
         choices=get_args(Format),
@@ -59,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
     begin = time.perf_counter()
-    step = None
-    if not is_object_url(arguments.path) and (where := step_path(arguments.path)) != arguments.path:
+    step = arguments.step
+    if step is not None:
+        at_step(arguments.path, step)  # or an error says which steps there are
+    elif not is_object_url(arguments.path) and (where := step_path(arguments.path)) != arguments.path:
         step = step_number(where)
     with output.meter("export") as meter:
         exported = export(

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointError
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import MovedStep, Root
 from ckpt.storage.names import step_name
 from ckpt.validation import validate
 
 from .diff import Change, changed_tensors
 from .output import CannotReadError, Output, byte_counter, duration, plural, size
-from .root import MovedStep, UnpublishedSave, abandoned_saves, moved_steps, pending_saves, steps_of
+from .root import UnpublishedSave, abandoned_saves, pending_saves, steps_of
 from .step import PartTimes, SaveTimes, held, open_step, part_times, summary_of
 from .timeline import save_times
 from .validate import problem_line
@@ -110,7 +110,7 @@ def find(root: Root, limits: Limits, output: Output) -> Findings:
         len(numbers) - len(chosen),
         tuple(pending_saves(root)),
         tuple(abandoned_saves(root)),
-        tuple(moved_steps(root)),
+        tuple(root.moved_aside()),
         tuple(_health(root, found, limits.validate, output)),
         changes,
         compared,

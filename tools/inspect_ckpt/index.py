@@ -15,7 +15,7 @@ from ckpt.validation import validate
 from ckpt.validation.database import compressed_places
 
 from .output import CannotReadError, Exit, Output, size
-from .step import open_step
+from .step import add_step, at_step, open_step
 from .validate import problem_line
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -24,11 +24,12 @@ HELP = "make a step a database of tensorstore, for a step with more chunks than 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("step", metavar="STEP", help="a step, or a checkpoint root: then its newest step")
+    parser.add_argument("path", metavar="PATH", help="a step, or a checkpoint root: then its newest step")
+    add_step(parser)
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    with open_step(arguments.step) as step:
+    with open_step(at_step(arguments.path, arguments.step)) as step:
         index, source = step.index, step.index.source
         if not isinstance(source, LocalStep | StoreStep):
             raise CannotReadError(f"{step.path} cannot be written to")

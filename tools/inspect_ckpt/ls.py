@@ -11,18 +11,17 @@ from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FormatVersionError
 from ckpt.saving.retention import is_number
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import MovedStep, Root
 from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import Report
 from ckpt.validation import validate as validate_step
 
 from .output import Exit, Output, count, duration, one_line, size
 from .root import (
-    MovedStep,
     UnpublishedSave,
     abandoned_saves,
     any_root,
-    moved_steps,
+    origin_of,
     pending_saves,
     steps_of,
 )
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     pending = pending_saves(root)
     unpublished = [_unpublished_row(save) for save in (*pending, *abandoned_saves(root))]
     choice = _choose(root, published, pending)
-    moved = [_moved_row(step) for step in moved_steps(root) if arguments.all or step.state == "damaged"]
+    moved = [_moved_row(step) for step in root.moved_aside() if arguments.all or step.why == "damaged"]
     rows = sorted([*published, *unpublished, *moved], key=lambda row: (row.step, row.state))
     return _show(root.path, rows, choice, output)
 
@@ -67,7 +66,7 @@ def _show(path: str, rows: list[_Row], choice: _Choice, output: Output) -> Exit:
             "" if row.tensors is None else count(row.tensors),
             "" if row.ranks is None else str(row.ranks),
             "" if row.write_s is None else duration(row.write_s),
-            *([_metrics(row)] if best else []),
+            *([_metrics(row, best)] if best else []),
             ", ".join(filter(None, (_restart_mark(row, choice), "pinned" if row.pinned else "", row.note))),
         )
         for row in rows
@@ -104,10 +103,17 @@ class _Choice:
     text: str
 
 
-def _metrics(row: _Row) -> str:
-    """Return the numbers among the metrics of a step, in one line."""
-    found = [f"{name}={value:.6g}" for name, value in row.metrics.items() if _is_shown(value)]
+def _metrics(row: _Row, best: dict[str, dict[str, int]]) -> str:
+    """Return the numbers among the metrics of a step, in one line, with marks at the lowest and highest."""
+    shown = [(name, value) for name, value in row.metrics.items() if _is_shown(value)]
+    found = [f"{name}={value:.6g}{_mark(row, best.get(name))}" for name, value in shown]
     return one_line(", ".join(found[:_METRICS]) + (", ..." if len(found) > _METRICS else ""))
+
+
+def _mark(row: _Row, ends: dict[str, int] | None) -> str:
+    if ends is None or row.state != "published" or ends["min"] == ends["max"]:
+        return ""
+    return " (lowest)" if row.step == ends["min"] else " (highest)" if row.step == ends["max"] else ""
 
 
 def _is_shown(value: Any) -> bool:
@@ -157,10 +163,11 @@ def _unpublished_row(save: UnpublishedSave) -> _Row:
 def _moved_row(moved: MovedStep) -> _Row:
     total, newest = moved.source.usage()
     age_s = max(0.0, time.time() - newest)
-    if moved.state == "superseded":
-        before = "" if moved.continues is None else f"continues step {moved.continues.get('step')}, "
+    if moved.why == "superseded":
+        continued = origin_of(moved)[1]
+        before = f"continues step {continued.get('step')}, " if continued else ""
         return _Row(moved.step, "superseded", age_s, total, note=f"{before}restore-branch {moved.name}")
-    return _Row(moved.step, "set aside", age_s, total, note=f"was damaged: {moved.path}; rm {moved.name}")
+    return _Row(moved.step, "set aside", age_s, total, note=f"was damaged: {moved.source.path}; rm {moved.name}")
 
 
 def _choose(root: Root, published: list[_Row], pending: list[UnpublishedSave]) -> _Choice:

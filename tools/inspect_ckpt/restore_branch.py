@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import MovedStep, Root
 
 from .output import CannotReadError, Exit, Output
-from .root import MovedStep, any_root, branch_of, find_moved_step, owned
+from .root import any_root, branch_of, find_moved_step, owned
 
 __all__ = ["HELP", "add_arguments", "run"]
 

@@ -6,11 +6,11 @@ import argparse
 import os
 from dataclasses import dataclass
 
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import MovedStep, Root
 from ckpt.validation import validate
 
 from .output import CannotReadError, Exit, Output, plural, size
-from .root import MovedStep, any_root, confirmed, find_moved_step, owned, steps_of
+from .root import any_root, confirmed, find_moved_step, owned, steps_of
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
         _check_one_is_left(root, published)
     total = sum(one.nbytes for one in chosen)
     for one in chosen:
-        output.line(f"{one.path}: {'published' if one.moved is None else one.moved.state}")
+        output.line(f"{one.path}: {'published' if one.moved is None else one.moved.why}")
     removed: list[str] = []
     if not arguments.yes and not confirmed(f"Remove {plural(len(chosen), 'step')}, {size(total)}? [y/N] ", output):
         output.line("nothing was removed")
@@ -62,7 +62,7 @@ def _chosen(root: Root, name: str) -> _Chosen:
         nbytes = 0 if os.path.islink(source.path) else source.usage()[0]  # of a link only the link is removed
         return _Chosen(name, source.path, int(name), nbytes, None)
     if (found := find_moved_step(root, name)) is not None:
-        return _Chosen(found.name, found.path, found.step, found.source.usage()[0], found)
+        return _Chosen(found.name, found.source.path, found.step, found.source.usage()[0], found)
     raise CannotReadError(f"{root.path} has no step {name!r}; `inspect_ckpt ls --all` lists what there is")
 
 

@@ -21,7 +21,7 @@ from ckpt.errors import CheckpointError, StorageError
 from ckpt.formats.detection import DESCRIPTIONS, kind_of
 from ckpt.formats.foreign_files import foreign_file
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
-from ckpt.storage.interface import Root
+from ckpt.storage.interface import MovedStep, Root
 from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.ownership import OwnerState
@@ -34,7 +34,6 @@ from ckpt.storage.step_source import StepSource
 from .output import CannotReadError, Output, duration, plural
 
 __all__ = [
-    "MovedStep",
     "UnpublishedSave",
     "abandoned_saves",
     "any_root",
@@ -44,7 +43,7 @@ __all__ = [
     "confirmed",
     "find_moved_step",
     "looks_like_step",
-    "moved_steps",
+    "origin_of",
     "owned",
     "pending_saves",
     "refuse_other_format",
@@ -228,39 +227,14 @@ def why_abandoned(root: Root, save: SaveId) -> str:
 # -- steps that are not published any more -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MovedStep:
-    """A step that was moved aside. `continues` is the step and save that it was continued from, if that is known."""
-
-    step: int
-    name: str
-    state: str  # superseded or damaged
-    source: StepSource
-    save: str | None
-    continues: dict[str, Any] | None
-
-    @property
-    def path(self) -> str:
-        """Where it is now."""
-        return self.source.path
-
-
-def moved_steps(root: Root) -> list[MovedStep]:
-    """Return all steps that were moved aside, by step and name. Links are left out."""
-    found = []
-    for moved in root.moved_aside():
-        intent = _intent_in(moved.source)
-        save, before = intent.get("save"), intent.get("continues")
-        found.append(MovedStep(moved.step, moved.name, moved.why, moved.source, save, before))
-    return found
-
-
-def _intent_in(source: StepSource) -> dict[str, Any]:
-    """Return the intent of a step; an empty one if it cannot be read."""
+def origin_of(moved: MovedStep) -> tuple[str | None, dict[str, Any]]:
+    """Return the save that made a step, and the step and save that it continues: None and {} if that is not known."""
     try:
-        return decode_document(source.read(INTENT, MAX_DOCUMENT_BYTES), source.path)
+        intent = decode_document(moved.source.read(INTENT, MAX_DOCUMENT_BYTES), moved.source.path)
     except (CheckpointError, DamagedFileError, OSError):
-        return {}
+        return None, {}
+    before = intent.get("continues")
+    return intent.get("save"), before if isinstance(before, dict) else {}
 
 
 def find_moved_step(root: Root, name: str, states: tuple[str, ...] = ("superseded", "damaged")) -> MovedStep | None:
@@ -268,7 +242,7 @@ def find_moved_step(root: Root, name: str, states: tuple[str, ...] = ("supersede
 
     CannotReadError if a number means more than one.
     """
-    candidates = [step for step in moved_steps(root) if step.state in states]
+    candidates = [step for step in root.moved_aside() if step.why in states]
     exact = [step for step in candidates if step.name == name]
     found = exact or [step for step in candidates if name.isascii() and name.isdigit() and step.step == int(name)]
     if len(found) > 1:
@@ -283,10 +257,10 @@ def branch_of(root: Root, tip: MovedStep) -> tuple[list[MovedStep], int]:
     The steps are `tip` and those it continues, oldest first. The step that the first of them continues is in the root;
     -1 if there is none.
     """
-    superseded = {step.save: step for step in moved_steps(root) if step.state == "superseded"}
+    superseded = {origin_of(step)[0]: step for step in root.moved_aside() if step.why == "superseded"}
     published = root.saves()
     chain = [tip]
-    while (before := chain[-1].continues) is not None:
+    while before := origin_of(chain[-1])[1]:
         step, save = before.get("step"), before.get("save")
         if type(step) is int and save is not None and published.get(step) == save:
             return chain[::-1], step

@@ -15,6 +15,7 @@ from .findings import Findings, SavedStep
 from .goodput import WORDS, Event, Events, Goodput
 from .output import count, duration, plural, size
 from .page import Markup, bar, details, join, legend, page, pill, section, table, text, tiles
+from .root import origin_of
 
 __all__ = ["report_page"]
 
@@ -250,16 +251,15 @@ def _lineage(found: Findings) -> Markup:
         title = f"step {step.step}{restart}, saved {_at(step.published_at)}"
         nodes.append(Node(summary["save"], before.get("save"), step.step, "a", title, id(step) in owners))
     for gone in found.moved:
-        tone = "f" if gone.state == "damaged" else "e"
-        save = str((gone.continues or {}).get("save"))
-        nodes.append(
-            Node(gone.save or gone.name, save, gone.step, tone, f"step {gone.step}: {gone.state}, {gone.name}")
-        )
+        tone = "f" if gone.why == "damaged" else "e"
+        save, before = origin_of(gone)
+        title = f"step {gone.step}: {gone.why}, {gone.name}"
+        nodes.append(Node(save or gone.name, str(before.get("save")), gone.step, tone, title))
     nodes = list({node.key: node for node in nodes}.values())
     if not nodes:
         return section("Branches", "There is no step.")
     nodes = sorted(nodes, key=lambda node: (node.step, node.tone != "a"))[-_MOST_NODES:]
-    branches = sum(step.state == "superseded" for step in found.moved)
+    branches = sum(step.why == "superseded" for step in found.moved)
     about = (
         "Training went on in one line."
         if not branches

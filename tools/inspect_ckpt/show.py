@@ -20,7 +20,7 @@ from ckpt.storage.roots import is_object_url
 from ckpt.validation import Problem, read_step_files
 
 from .output import CannotReadError, Exit, Output, count, plural, short_repr, size
-from .step import Step, open_step
+from .step import Step, add_step, at_step, open_step
 from .validate import problem_line
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -38,15 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a step, or a checkpoint root: then its newest step; or what `convert` takes",
     )
+    add_step(parser)
     parser.add_argument("--tree", action="store_true", help="print a tree of keys")
     parser.add_argument("--follow-links", action="store_true", help="of another format: read links out of PATH")
     parser.add_argument("--filter", metavar="GLOB", help="list only names that match (*, ? and [...])")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    if (foreign := _foreign(arguments.path, arguments.follow_links)) is not None:
+    if arguments.step is None and (foreign := _foreign(arguments.path, arguments.follow_links)) is not None:
         return _show_foreign(foreign, arguments, output)
-    with open_step(arguments.path) as step:
+    with open_step(at_step(arguments.path, arguments.step)) as step:
         return _run(step, arguments, output)
 
 

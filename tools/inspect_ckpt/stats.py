@@ -12,7 +12,7 @@ from ckpt.loading.fetch import Fetch
 
 from .numbers import Histogram, Statistics, TensorStats, as_numbers
 from .output import CannotReadError, Exit, Output, count
-from .step import Step, block_boxes, open_step
+from .step import Step, add_step, at_step, block_boxes, open_step
 
 __all__ = ["HELP", "TensorStats", "add_arguments", "run"]
 
@@ -27,6 +27,7 @@ _ELEMENTS_AT_ONCE = 2 << 20  # each takes 8 bytes in float64, and some copies ar
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a step, or a checkpoint root: then its newest step")
     parser.add_argument("names", metavar="NAME", nargs="+", help="the name of a tensor; may contain *, ? and [...]")
+    add_step(parser, option=True)
     parser.add_argument("--plot", metavar="FILE.png", help="draw the histograms to this file (needs matplotlib)")
     parser.add_argument(
         "--no-histogram", action="store_true", help="print no histogram; each tensor is read only once then"
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
-    with open_step(arguments.path) as step:
+    with open_step(at_step(arguments.path, arguments.step)) as step:
         return _run(step, arguments, output)
 
 

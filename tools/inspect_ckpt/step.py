@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -29,16 +30,19 @@ from ckpt.storage.step_source import LocalStep, StepSource, step_source
 from ckpt.validation import read_document
 
 from .output import CannotReadError, NotPublishedError
-from .root import check_directory, check_root, looks_like_step, refuse_other_format, steps_of
+from .root import any_root, check_directory, check_root, looks_like_step, refuse_other_format, steps_of
 
 __all__ = [
     "PartTimes",
     "SaveTimes",
     "Step",
+    "add_step",
+    "at_step",
     "block_boxes",
     "evenly",
     "held",
     "held_objects",
+    "number_of_step",
     "open_step",
     "overview_of",
     "part_times",
@@ -176,6 +180,42 @@ def step_path(path: str) -> str:
         return path  # its zarr.json is missing: the caller reports it
     check_root(path)
     raise NotPublishedError(f"{path} has no published step, only saves that are pending or abandoned")
+
+
+def add_step(parser: argparse.ArgumentParser, *, option: bool = False, repeated: bool = False) -> None:
+    """Add the argument STEP, or the option --step, that names a step of the root PATH."""
+    about = "the number of a step of the root"
+    if option:
+        parser.add_argument("--step", type=number_of_step, metavar="N", help=f"{about} (default: the newest)")
+    else:
+        parser.add_argument("step", type=number_of_step, metavar="STEP", nargs="*" if repeated else "?", help=about)
+
+
+def at_step(path: str, step: int | str | None) -> str:
+    """Return the place of a published step of the root `path`; `path` itself if `step` is None.
+
+    CannotReadError if `path` is no root or `step` no number, NotPublishedError if there is no such step.
+    """
+    if step is None:
+        return path
+    root = any_root(path)
+    steps = steps_of(root)
+    try:
+        number = number_of_step(str(step))
+    except argparse.ArgumentTypeError as error:
+        raise CannotReadError(f"{error}: give ROOT STEP STEP, or two paths") from None
+    if number not in steps:
+        there = f"it has {', '.join(map(str, steps[-5:]))}" + (", and older ones" if len(steps) > 5 else "")
+        raise NotPublishedError(f"{path} has no published step {number}; {there if steps else 'it has none'}")
+    return root.source_of(number).path
+
+
+def number_of_step(text: str) -> int:
+    """Parse the number of a step. argparse.ArgumentTypeError if it is none."""
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
+    return number
 
 
 def step_number(path: str) -> int:

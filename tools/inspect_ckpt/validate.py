@@ -21,7 +21,7 @@ from ckpt.validation import validate as validate_step
 
 from .output import CannotReadError, Exit, Output, duration, plural, size
 from .root import steps_of
-from .step import held_objects, protected, step_path
+from .step import add_step, at_step, held_objects, protected, step_path
 
 __all__ = ["HELP", "add_arguments", "problem_line", "run"]
 
@@ -32,13 +32,18 @@ _SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH_OR_ROOT", help="a step, or a checkpoint root: then all its steps")
+    add_step(parser, repeated=True)
     parser.add_argument("--quick", action="store_true", help="check metadata, names and sizes only")
     parser.add_argument("--jobs", type=_positive, default=8, metavar="N", help="files to read at once (default 8)")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> Exit:
     path = arguments.path
-    targets, is_root = _targets(path)
+    if arguments.step:
+        targets = [target for step in arguments.step for target in _targets(at_step(path, step))[0]]
+        is_root = len(targets) > 1
+    else:
+        targets, is_root = _targets(path)
     checks = [_check_one_of_many(target, arguments, output) for target in targets] if is_root else []
     checks = checks or [_check(targets[0], arguments, output)]
     whole = [check.report.step for check in checks if check.whole]

@@ -186,7 +186,14 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     table = capsys.readouterr().out
     assert table.startswith("Seed 5, ")
     assert all(name in table for name in (*SCENARIOS, *(f"`{name}`" for name in result["assumptions"])))
-    assert page.read_text() == f"before\n{BEGIN}\n\n{table.rstrip()}\n\n{END}\nafter\n"
+    written = page.read_text()
+    assert written.startswith(f"before\n{BEGIN}\n\nSeed 5, ")
+    assert written.endswith(f"{END}\nafter\n")
+    assert "### Where the time goes" in written
+    assert "### What was assumed" not in written
+    data = {path.name for path in page.with_suffix("").iterdir()}
+    assert {"goodput-what-was-measured.csv", "goodput-what-was-assumed.csv"} < data
+    assert len(data) == table.count("### ")
     assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
 
 

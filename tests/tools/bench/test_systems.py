@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.selection import full_only
 from tools.bench.__main__ import main
-from tools.bench.harness import replace_between_markers
+from tools.bench.harness import publish, replace_between_markers
 from tools.bench.systems import SYSTEMS
 from tools.bench.systems.figures import Measured, Scenario, Verdict, verdicts
 from tools.bench.systems.report import BEGIN, END
@@ -50,7 +50,10 @@ def test_every_job_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert table.startswith("before\n")
     assert table.endswith("after\n")
     assert "what was here" not in table
-    assert all(title in table for title in titles)
+    assert "### In short" in table
+    assert "### Targets" not in table
+    targets = (tmp_path / "benchmarks" / "systems-targets.csv").read_text()
+    assert all(title in targets for title in titles)
     assert "A test." in written
 
 
@@ -85,6 +88,29 @@ def test_a_document_without_markers_stays(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(BEGIN)):
         replace_between_markers(path, "new", BEGIN, END)
     assert path.read_text() == "nothing here\n"
+
+
+def test_a_page_gets_what_decides_and_tables_are_data_beside_it(tmp_path: Path) -> None:
+    page, folder = tmp_path / "page.md", tmp_path / "page"
+    page.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    folder.mkdir()
+    (folder / "run-of-before.csv").write_text("")
+    (folder / "other.png").write_text("")
+    short = "All of it.\n\n### In short\n\n| | a, b |\n|---|---|\n| **x** | 1 |"
+    rest = "### The rest, too\n\n| c |\n|---|\n| 2 |\n\nSaid."
+    publish(page, f"{short}\n\n{rest}", BEGIN, END, "run", {"In short"})
+    assert page.read_text() == f"before\n{BEGIN}\n\n{short}\n\n{END}\nafter\n"
+    assert {path.name for path in folder.iterdir()} == {"other.png", "run-in-short.csv", "run-the-rest-too.csv"}
+    assert (folder / "run-in-short.csv").read_text() == ',"a, b"\nx,1\n'
+    assert (folder / "run-the-rest-too.csv").read_text() == "c\n2\nSaid.\n"
+
+
+def test_the_page_of_benchmarks_is_short_and_links_its_data() -> None:
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    page = (docs / "benchmarks.md").read_text()
+    assert len(page.split()) < 1500
+    linked = re.findall(r"\]\(([\w-]+\.csv)\)", (docs / "benchmarks" / "methods.md").read_text())
+    assert set(linked) == {path.name for path in (docs / "benchmarks").glob("*.csv")}
 
 
 @pytest.mark.parametrize(

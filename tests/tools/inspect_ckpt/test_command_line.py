@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ckpt
 from tests.tools.inspect_ckpt.commands import REPOSITORY
 from tools.inspect_ckpt import __main__ as command_line
 
@@ -123,3 +124,31 @@ def test_progress_on_a_terminal(root: Path, without_rich: bool) -> None:
         assert b"newest whole step: 4" in done.stdout
     assert shown["0"] == b"<end>"
     assert b"step_00000004" in shown["1"]
+
+
+def test_the_version_is_printed() -> None:
+    answer = command("--version")
+    assert (answer.returncode, answer.stdout) == (0, f"inspect_ckpt {ckpt.__version__}\n")
+
+
+def test_tab_completes_commands_options_and_paths(root: Path) -> None:
+    pytest.importorskip("shtab")
+    script = command("--print-completion", "bash")
+    assert (script.returncode, script.stderr) == (0, "")
+    ask = """
+        COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
+        $(complete -p inspect_ckpt | sed 's/.*-F *//; s/ .*//') inspect_ckpt "${COMP_WORDS[COMP_CWORD]}"
+        echo "${COMPREPLY[@]}"
+    """
+    lines = ["inspect_ckpt va", "inspect_ckpt validate --qu", f"inspect_ckpt ls {root.parent}/ro"]
+    asked = "".join(f"COMP_WORDS=({line}); {ask}\n" for line in lines)
+    answer = subprocess.run(["bash", "-c", script.stdout + asked], capture_output=True, text=True, timeout=50)
+    assert answer.stdout.splitlines() == ["validate", "--quick", str(root)], answer.stderr
+
+
+def test_completion_without_shtab_says_what_to_install() -> None:
+    code = "import sys; sys.modules['shtab'] = None; from tools.inspect_ckpt.__main__ import main; sys.exit(main())"
+    line = [sys.executable, "-c", code, "--print-completion", "zsh"]
+    answer = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=50)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert "tab completion needs shtab: pip install 'ckpt-inprocess[tools]'" in answer.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -482,12 +483,38 @@ def test_ls_shows_metrics_and_the_best_steps(run: Commands, tmp_path: Path) -> N
             metrics = {"loss": loss, "name": "a", "acc": 1 - loss} if step != 3 else {"loss": loss}
             save_here(checkpointer, {"w": torch.ones(3)}, step, metrics=metrics)
     text = run("ls", tmp_path)
-    assert "acc=0.875, loss=0.125" in text
+    assert re.search(r"acc=0\.5 \(lowest\), loss=0\.5$", text, re.MULTILINE)
+    assert "acc=0.875 (highest), loss=0.125 (lowest)" in text
+    assert "loss=0.75 (highest)" in text
     assert "loss: lowest in step 2, highest in step 3" in text
     assert "acc: lowest in step 1, highest in step 2" in text
     shown = run.json("ls", tmp_path)
     assert shown["best"]["loss"] == {"min": 2, "max": 3}
     assert shown["saves"][0]["metrics"]["loss"] == 0.5
+
+
+def test_commands_take_the_number_of_a_step_of_a_root(run: Commands, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Checkpointer(root) as checkpointer:
+        for step in (40, 50, 60):
+            save_here(checkpointer, {"w": torch.full((3,), float(step))}, step)
+    assert run.json("show", root, 50)["step"] == 50
+    assert run.json("show", root / "step_00000050") == run.json("show", root, 50)
+    changed = run.json("diff", root, 40, 50, code=1)
+    assert (changed["a"], changed["b"]) == (str(root / "step_00000040"), str(root / "step_00000050"))
+    assert changed["changed"][0]["largest"] == 10
+    assert run("diff", root, 50, 50)
+    assert run.json("stats", root, "w", "--step", 40)["step"] == 40
+    assert [each["step"] for each in run.json("validate", root, 50)["steps"]] == [50]
+    assert [each["step"] for each in run.json("validate", root, 40, 60)["steps"]] == [40, 60]
+    assert run("index", root, 40).startswith(f"{root}/step_00000040: ")
+    run("export", root, tmp_path / "exported", "--step", 40)
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+    for command in (("show", root, 45), ("diff", root, 40, 45), ("validate", root, 45), ("index", root, 45)):
+        assert "has no published step 45; it has 40, 50, 60" in run.refused(*command, code=3)
+    assert "'x' is not the number of a step" in run.refused("show", root, "x")
+    assert "'x' is not the number of a step" in run.refused("diff", root, "x", 40)
+    assert "is a step, not a checkpoint root" in run.refused("show", root / "step_00000040", 40)
 
 
 def test_a_step_that_is_a_link_is_restored_listed_and_never_deleted_through(run: Commands, tmp_path: Path) -> None:

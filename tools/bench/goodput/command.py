@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.bench.goodput.assumptions import BASE, SCENARIOS, SLOW_STORAGE, Assumptions, Job, rates
 from tools.bench.goodput.costs import Costs, costs_from, measure
-from tools.bench.goodput.report import Cell, markdown, plot
+from tools.bench.goodput.report import Cell, details_title, markdown, plot
 from tools.bench.goodput.simulation import simulate, with_best_intervals
 from tools.bench.goodput.systems import systems
 from tools.bench.harness import (
@@ -17,7 +17,7 @@ from tools.bench.harness import (
     add_size_options,
     at_least,
     positive,
-    replace_between_markers,
+    publish,
     temporary_folder,
     write_json,
 )
@@ -53,7 +53,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_size_options(parser, rounds=3)
     add_disk_option(parser)
     parser.add_argument("--plots", type=Path, metavar="DIR", help="picture (needs matplotlib)")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="put the tables between this document's markers")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="put what decides between the markers of this page, and all tables as CSV beside it",
+    )
 
 
 def run(given: argparse.Namespace) -> None:
@@ -77,7 +82,7 @@ def run(given: argparse.Namespace) -> None:
     if given.plots is not None:
         plot(cells, detail, given.plots / "goodput.png")
     if given.table is not None:
-        replace_between_markers(given.table, text, BEGIN, END)
+        publish(given.table, text, BEGIN, END, "goodput", {details_title(detail, BASE)})
 
 
 def _costs(given: argparse.Namespace) -> Costs:

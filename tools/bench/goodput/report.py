@@ -11,7 +11,7 @@ from tools.bench.goodput.costs import CopyCost, Costs
 from tools.bench.goodput.simulation import Outcome, System
 from tools.bench.goodput.systems import ASYNC, OURS, STORAGE
 
-__all__ = ["Cell", "markdown", "plot"]
+__all__ = ["Cell", "details_title", "markdown", "plot"]
 
 _DAY_H, _DAY_S = 24, 86400.0
 _COLORS = {STORAGE: "#8d99ae", ASYNC: "#2a9d8f", OURS: "#d1495b"}
@@ -67,7 +67,7 @@ def markdown(cells: Sequence[Cell], costs: Costs, assumed: Assumptions, detail: 
         parts += [f"### {_swept(scenario, found)}", _sizes(found, assumed)]
     for scenario in (BASE, SLOW_STORAGE):
         found = [cell for cell in cells if cell.job == detail and cell.scenario == scenario]
-        parts += [f"### Where the time goes: {_title(detail)}, {scenario}", _details(found)]
+        parts += [f"### {details_title(detail, scenario)}", _details(found)]
     parts += [
         f"### What if: {_title(detail)}",
         _scenarios([cell for cell in cells if cell.job == detail]),
@@ -77,6 +77,11 @@ def markdown(cells: Sequence[Cell], costs: Costs, assumed: Assumptions, detail: 
         _assumed(assumed),
     ]
     return "\n\n".join(parts)
+
+
+def details_title(job: Job, scenario: str) -> str:
+    """Return the title of the table that tells where the time of a job goes."""
+    return f"Where the time goes: {_title(job)}, {scenario}"
 
 
 def _title(job: Job) -> str:

@@ -24,7 +24,7 @@ from tools.bench.harness import (
     add_disk_option,
     at_least,
     positive,
-    replace_between_markers,
+    publish,
     temporary_folder,
     write_json,
 )
@@ -32,7 +32,7 @@ from tools.bench.scale import Figures, measure_commit, measure_planning
 from tools.bench.systems import SYSTEMS, version_of
 from tools.bench.systems.figures import Measured, Scenario, verdicts
 from tools.bench.systems.jobs import JobResult, JobSpec, run_job
-from tools.bench.systems.report import BEGIN, END, markdown, plot
+from tools.bench.systems.report import BEGIN, END, SHORT, markdown, plot
 
 __all__ = ["add_options", "run"]
 
@@ -112,7 +112,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="measure nothing: show the tables and plots of earlier runs",
     )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="pictures (needs matplotlib)")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="put the tables between this document's markers")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="put the short table between the markers of this page, and all as CSV beside it",
+    )
     parser.add_argument("--note", default="", help="a sentence for the tables: what else ran on the machine")
 
 
@@ -177,7 +182,7 @@ def run(given: argparse.Namespace) -> None:
         for path in plot(measured, given.plots):
             print(f"wrote {path}", file=sys.stderr)
     if given.table is not None:
-        replace_between_markers(given.table, text, BEGIN, END)
+        publish(given.table, text, BEGIN, END, "systems", {SHORT})
 
 
 def _write(measured: Measured, path: Path | None) -> None:

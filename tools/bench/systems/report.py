@@ -19,10 +19,11 @@ from tools.bench.systems.figures import (
     verdicts,
 )
 
-__all__ = ["BEGIN", "END", "markdown", "plot"]
+__all__ = ["BEGIN", "END", "SHORT", "markdown", "plot"]
 
 BEGIN = "<!-- begin: written by python -m tools.bench -->"
 END = "<!-- end: written by python -m tools.bench -->"
+SHORT = "In short"
 _SHOWN = ("stall", "extra", "durable", "cold", "warm", "memory")
 _IN_SHORT = ("stall", "extra", "durable", "cold", "warm", "files")
 _OURS, _PEER, _MET, _MISSED = "#d1495b", "#8d99ae", "#2a9d8f", "#d1495b"
@@ -34,7 +35,7 @@ _FLOOR = 0.05  # of a logarithmic axis: training may by chance be faster beside 
 
 def markdown(measured: Measured, note: str = "") -> str:
     """Return all tables. `note` says what else ran on the machine."""
-    parts = [_environment(), note, "### In short", _short(measured), "### Targets", _targets(verdicts(measured))]
+    parts = [_environment(), note, f"### {SHORT}", _short(measured), "### Targets", _targets(verdicts(measured))]
     for scenario in measured.scenarios:
         parts += [f"### {scenario.title}", _table(scenario), _limits(scenario), _failures(scenario)]
     return "\n\n".join(part for part in parts if part)
@@ -48,11 +49,6 @@ def _shown(value: float, unit: str) -> str:
     if unit == "B":
         return f"{value / 1e6:.0f} MB" if size < 1e9 else f"{value / 1e9:.2f} GB"
     return f"{value:.2f}x" if unit == "x" else f"{value:.0f}"
-
-
-def _spread(values: list[float], unit: str) -> str:
-    """Return the median, and the least and the most of the values."""
-    return f"{_shown(median(values), unit)} ({_shown(min(values), unit)}-{_shown(max(values), unit)})"
 
 
 def _environment() -> str:
