@@ -129,8 +129,9 @@ def match_state(
             stored = index.per_rank_containers.get(path, {}).get(rank) if of_rank else index.containers.get(path)
             _match_subclass(match, index, path, container, stored)
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
-    match.names = tuple(dict.fromkeys((*index.tensors, *index.values, *index.aliases)))
-    match.known = bytes(path in known or skipped(path) for path in match.names)
+    names = index.names()
+    match.names = tuple(names)
+    match.known = bytes(all(path in known or skipped(path) for path in here) for here in names.values())
     match.mismatches += [
         Mismatch(path, f"unexpected: {display(path)} (of this rank)")
         for path in _names_of_rank(index, rank)

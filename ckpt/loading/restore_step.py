@@ -33,6 +33,7 @@ from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, hints, renamed
 from ckpt.loading.overlaps import check_overlaps
 from ckpt.loading.own_loading import check_inference_tensors
+from ckpt.loading.parameter_names import with_parameters_of
 from ckpt.loading.state_update import StateUpdate
 from ckpt.loading.step_hold import HeldSource
 from ckpt.loading.structure import Structure
@@ -212,7 +213,10 @@ class _Attempt:
 
     def match(self, state: Any) -> bytes:
         """Flatten the state and pair every leaf with what is stored; return what the other ranks need, to `compare`."""
-        optimizers = Optimizers(self.index, self._ranks.rank, state, self._options)
+        named = with_parameters_of(self.index, state, self._ranks.rank, self._options)
+        if named.index is not self.index:
+            self.index, self._memory = named.index, None  # memory knows the names of the save only
+        optimizers = Optimizers(named, self._ranks.rank, state, self._options)
         structure = Structure(self.index, self._ranks.rank, self._options)
         handovers = self._handovers = Handovers(structure, self._options)
 
