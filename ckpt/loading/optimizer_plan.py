@@ -158,7 +158,7 @@ class StateDictPlan:
             for name in self._misfits(unit, entry, models):
                 now, of = self._shape_now(unit, name)
                 shown = f"{display((*self._path, *name))} is {list(entry[name].shape)} in the checkpoint, {of}"
-                remedy = "resize" if len(now) == len(entry[name].shape) else "shape"
+                remedy = "resize" if self._can_resize(unit, name, entry) else "shape"
                 self._spoil(name, f"shape: {shown}{list(now)} in the state", remedy)
         for name, tensor in self._stored.tensors.items():
             leaf = self._own_leaf(name)
@@ -231,11 +231,12 @@ class StateDictPlan:
                     found = found if type(self._owner).__module__.startswith("torch.optim") else []
                 elif before in shapes:  # statistics of rows and blocks, projections to fewer rows
                     found = []
-        if self._options.resize and all(
-            len(entry[name].shape) == len(self._shape_now(unit, name)[0]) for name in found
-        ):
-            return []
-        return found
+        return [] if self._options.resize and all(self._can_resize(unit, name, entry) for name in found) else found
+
+    def _can_resize(self, unit: Hashable, name: Path, entry: Mapping[Path, StoredTensor]) -> bool:
+        # LBFGS concatenates all parameters: if one has another size, elements no longer belong to the same parameter.
+        is_concatenated = isinstance(self._owner, torch.optim.LBFGS)
+        return not is_concatenated and len(entry[name].shape) == len(self._shape_now(unit, name)[0])
 
     def _was_of_other_shape(self, name: Path, tensor: StoredTensor, models: Models) -> bool:
         """Return whether state with a name of its own was like a parameter of another shape."""

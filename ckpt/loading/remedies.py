@@ -108,9 +108,8 @@ def _leave_out(lost: list[Path], state: Any) -> str:
     """Return how to leave out objects of which the step has nothing."""
     others = [str(key) for key in state if (key,) not in lost] if isinstance(state, dict) else []
     only = repr(others) if others and all(len(path) == 1 for path in lost) else "[...]"
-    return (
-        f"missing: nothing of {', '.join(map(display, lost))} is in the checkpoint; without: restore(..., only={only})"
-    )
+    names = ", ".join(map(display, lost))
+    return f"missing: the checkpoint has none of the names in {names}; without it: restore(..., only={only})"
 
 
 def _above(paths: Iterable[Path]) -> set[Path]:

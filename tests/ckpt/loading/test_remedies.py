@@ -75,7 +75,7 @@ MISFITS: dict[str, tuple[Any, str, dict[str, Any] | None]] = {
     ),
     "another": (
         lambda: {**_into(), "average": Tower(0.0)},
-        "missing: the checkpoint has none of the names in average; without it: restore(..., only=['model', 'optimizer', 'epoch'])",
+        "missing: the checkpoint has none of the names in average; without it: restore(..., only=['model', ",
         {"only": ["model", "optimizer", "epoch"]},
     ),
 }
