@@ -132,8 +132,13 @@ class _Target:
         )
 
     def state_dict(self) -> Any:
-        """Return its state dict."""
-        return self.node if isinstance(self.node, Mapping) else self.node.state_dict()
+        """Return its state dict; None if it raises."""
+        if isinstance(self.node, Mapping):
+            return self.node
+        try:
+            return self.node.state_dict()
+        except Exception:  # code of any program: it is called again when the state is flattened, which reports it
+            return None
 
 
 class _StateWalk:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckpt import Checkpointer, PerRank, StateMismatchError
+from ckpt import Checkpointer, PerRank, StateError, StateMismatchError
 from tests.ckpt.loading.optimizer_training import same
 from tests.support.saves import save_here
 
@@ -273,3 +273,16 @@ def test_state_of_parameters_that_are_frozen_now_is_unexpected(tmp_path: Path, t
     restored(root, {"model": other, "optimizer": others}, strict=False)
     wanted = by_parameter(model, optimizer)["embed.weight"]
     assert same(by_parameter(other, others), {"embed.weight": wanted})
+
+
+class Broken(torch.optim.AdamW):
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not now")
+
+
+def test_an_optimizer_that_has_no_state_dict_is_named(tmp_path: Path, trained: Any) -> None:
+    model, optimizer = trained
+    root = saved(tmp_path, {"model": model, "optimizer": get_optimizer_state_dict(model, optimizer)})
+    other = Net(2)
+    with pytest.raises(StateError, match=r"optimizer: Broken\.state_dict failed"):
+        restored(root, {"model": other, "optimizer": Broken(other.parameters())})
