@@ -293,10 +293,10 @@ class Checkpointer(Uncopied):
         of their own decide about names and shapes that differ.
 
         Raises StateMismatchError, listing every missing, unexpected or different name, before anything is changed (with
-        ``strict=False`` restores what fits and logs the rest, unless no tensor fits); StateError, naming the object,
-        when one does not take what the checkpoint has, with the state as it was; CheckpointCorruptError or StorageError
-        if no step can be read, after which tensors may be overwritten in part; CheckpointNotFoundError. All ranks raise
-        together.
+        ``strict=False`` restores what fits and logs the rest, unless nothing of an object fits); StateError, naming the
+        object, when one does not take what the checkpoint has, with the state as it was; CheckpointCorruptError or
+        StorageError if no step can be read, after which tensors may be overwritten in part; CheckpointNotFoundError.
+        All ranks raise together.
         """
         self._closing.check_open()
         options = RestoreOptions.of(strict, only, rename, cast, resize, fall_back, structure)

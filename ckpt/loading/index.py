@@ -53,7 +53,11 @@ class StoredTensor:
 
 @dataclass
 class CheckpointIndex:
-    """The content of a published step by path. `per_rank_...` are keyed by path, then by rank."""
+    """The content of a published step by path. `per_rank_...` are keyed by path, then by rank.
+
+    If names have been changed for the state of one rank, `moved` has all names of the step that belong to no single
+    rank, in its order, each with those that it has here instead.
+    """
 
     source: StepSource
     summary: dict[str, Any]
@@ -65,6 +69,7 @@ class CheckpointIndex:
     aliases: dict[Path, Path] = field(default_factory=dict)
     containers: dict[Path, Container] = field(default_factory=dict)
     per_rank_containers: dict[Path, dict[int, Container]] = field(default_factory=dict)
+    moved: dict[Path, tuple[Path, ...]] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -88,6 +93,10 @@ class CheckpointIndex:
         for path, own in self.per_rank_tensors.items():
             for rank, tensor in own.items():
                 yield path, rank, tensor
+
+    def names(self) -> dict[Path, tuple[Path, ...]]:
+        """Return the names of the step that belong to no single rank, the same on all ranks, each with those here."""
+        return self.moved or {path: (path,) for path in (*self.tensors, *self.values, *self.aliases)}
 
     def tensor(self, path: Path, rank: int | None = None) -> StoredTensor | None:
         """Return the tensor at `path`, or at the path it is an alias of; with a `rank`, that rank's own one."""

@@ -41,10 +41,11 @@ Read = tuple[Path, StoredTensor, TensorLeaf]
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A mismatch. `text` begins with its kind and names the path."""
+    """A mismatch. `text` begins with its kind and names the path; `remedy` is its kind of remedy, or empty."""
 
     path: Path
     text: str
+    remedy: str = ""
 
     @property
     def kind(self) -> str:
@@ -129,8 +130,9 @@ def match_state(
             stored = index.per_rank_containers.get(path, {}).get(rank) if of_rank else index.containers.get(path)
             _match_subclass(match, index, path, container, stored)
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
-    match.names = tuple(dict.fromkeys((*index.tensors, *index.values, *index.aliases)))
-    match.known = bytes(path in known or skipped(path) for path in match.names)
+    names = index.names()
+    match.names = tuple(names)
+    match.known = bytes(all(path in known or skipped(path) for path in here) for here in names.values())
     match.mismatches += [
         Mismatch(path, f"unexpected: {display(path)} (of this rank)")
         for path in _names_of_rank(index, rank)
@@ -231,14 +233,16 @@ def _match_tensor(
     if tensor is None and other_names:
         found = (index.tensor(name, of_rank) for name in other_names)
         tensor = next((tensor for tensor in found if tensor is not None), None)
-    problem = None
+    problem, remedy = None, ""
     if tensor is None:
         own = f"{spec.dtype}{list(spec.shape)}"
         problem = present.instead(path, spec.per_rank, f"a tensor, {own}") or f"missing: {display(path)} ({own})"
     elif tensor.dtype != spec.dtype and not (options.cast and _can_cast(tensor.dtype, leaf)):
         problem = f"dtype: {display(path)} is {tensor.dtype} in the checkpoint, {spec.dtype} in the state"
+        remedy = "cast" if _can_cast(tensor.dtype, leaf) else "dtype"
     elif tensor.shape != spec.shape and not (options.resize and _have_common(tensor.shape, spec.shape)):
         problem = f"shape: {display(path)} is {list(tensor.shape)} in the checkpoint, {list(spec.shape)} in the state"
+        remedy = "resize" if _have_common(tensor.shape, spec.shape) else "shape"
     elif not leaf.writeable:
         problem = f"read-only: {display(path)} is read-only or expanded, and cannot be written to"
     else:
@@ -249,7 +253,7 @@ def _match_tensor(
             leaf = _common(leaf, Box.whole(tensor.shape))
         match.reads.append((path, tensor, leaf))
     if problem is not None:
-        match.mismatches.append(Mismatch(path, problem))
+        match.mismatches.append(Mismatch(path, problem, remedy))
 
 
 def _can_cast(stored: str, leaf: TensorLeaf) -> bool:

@@ -158,12 +158,14 @@ class StateDictPlan:
             for name in self._misfits(unit, entry, models):
                 now, of = self._shape_now(unit, name)
                 shown = f"{display((*self._path, *name))} is {list(entry[name].shape)} in the checkpoint, {of}"
-                self._spoil(name, f"shape: {shown}{list(now)} in the state")
+                remedy = "resize" if self._can_resize(unit, name, entry) else "shape"
+                self._spoil(name, f"shape: {shown}{list(now)} in the state", remedy)
         for name, tensor in self._stored.tensors.items():
             leaf = self._own_leaf(name)
             if leaf is not None and self._selects(name) and self._is_in_other_dtype(leaf, tensor):
                 shown = display((*self._path, *name))
-                self._spoil(name, f"dtype: {shown} is {tensor.dtype} in the checkpoint, {leaf.spec.dtype} in the state")
+                text = f"dtype: {shown} is {tensor.dtype} in the checkpoint, {leaf.spec.dtype} in the state"
+                self._spoil(name, text, "cast")
         outer = {_outermost(name, self._stored.containers) for name in self._stored.tensors}
         for name in [each for each in outer if each is not None and self._selects(each) and self._is_unknown(each)]:
             self._spoil(
@@ -185,9 +187,9 @@ class StateDictPlan:
         names = (*self._stored.tensors, *self._stored.values, *self._own_names())
         return [(*self._path, *name) for name in dict.fromkeys(names) if self._is_spoiled(name)]
 
-    def _spoil(self, name: Path, text: str) -> None:
+    def _spoil(self, name: Path, text: str, remedy: str = "") -> None:
         self._spoiled.add(self._unit(name))
-        self.mismatches.append(Mismatch((*self._path, *name), text))
+        self.mismatches.append(Mismatch((*self._path, *name), text, remedy))
 
     def _is_spoiled(self, name: Path) -> bool:
         return bool(self._spoiled) and self._unit(name) in self._spoiled
@@ -229,11 +231,12 @@ class StateDictPlan:
                     found = found if type(self._owner).__module__.startswith("torch.optim") else []
                 elif before in shapes:  # statistics of rows and blocks, projections to fewer rows
                     found = []
-        if self._options.resize and all(
-            len(entry[name].shape) == len(self._shape_now(unit, name)[0]) for name in found
-        ):
-            return []
-        return found
+        return [] if self._options.resize and all(self._can_resize(unit, name, entry) for name in found) else found
+
+    def _can_resize(self, unit: Hashable, name: Path, entry: Mapping[Path, StoredTensor]) -> bool:
+        # LBFGS concatenates all parameters: if one has another size, elements no longer belong to the same parameter.
+        is_concatenated = isinstance(self._owner, torch.optim.LBFGS)
+        return not is_concatenated and len(entry[name].shape) == len(self._shape_now(unit, name)[0])
 
     def _was_of_other_shape(self, name: Path, tensor: StoredTensor, models: Models) -> bool:
         """Return whether state with a name of its own was like a parameter of another shape."""

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from ckpt.errors import StateError
-from ckpt.loading.index import CheckpointIndex
 from ckpt.loading.match import Mismatch
 from ckpt.loading.optimizer_kinds import groups_problem, other_kind, stored_options
 from ckpt.loading.optimizer_plan import Models, StateDictPlan, StoredOptimizer
 from ckpt.loading.optimizer_tensors import group_members, is_usual, parameters_by_number
 from ckpt.loading.options import RestoreOptions
+from ckpt.loading.parameter_names import NamedParameters
 from ckpt.paths import Path, display
 from ckpt.planning.optimizer_classes import is_optimizer
 from ckpt.planning.state_dict import FlatState, PerRank, flatten
@@ -36,15 +36,15 @@ class Optimizers:
     `ignored`, and the objects at those in `not_loaded` do not load.
     """
 
-    def __init__(self, index: CheckpointIndex, rank: int, state: Any, options: RestoreOptions) -> None:
-        self._index = index
+    def __init__(self, named: NamedParameters, rank: int, state: Any, options: RestoreOptions) -> None:
+        self._index = index = named.index
         self._rank = rank
         self._options = options
         self._models = Models(index, state, options)
-        self.mismatches: list[Mismatch] = []
+        self.mismatches: list[Mismatch] = list(named.mismatches)
         self.left_out: list[Path] = []
-        self.ignored: set[Path] = set()
-        self.not_loaded: set[Path] = set()
+        self.ignored: set[Path] = set(named.refused)
+        self.not_loaded: set[Path] = set(named.refused)
 
     def expand(self, path: Path, owner: Any, state_dict: Any, per_rank: bool) -> Any:
         """Return the state dict that an optimizer is to load, with tensors to be filled.
@@ -52,7 +52,7 @@ class Optimizers:
         With `per_rank`, of this rank alone. What is not to be restored is as it is in `state_dict`, and so is all of a
         state dict that is not an optimizer's, or that the step does not have.
         """
-        if not is_optimizer(owner) or not isinstance(state_dict, dict):
+        if not is_optimizer(owner) or not isinstance(state_dict, dict) or path in self.not_loaded:
             return state_dict
         stored = StoredOptimizer.below(self._index, path, self._rank if per_rank else None)
         if not stored.tensors and not stored.values:

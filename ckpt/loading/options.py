@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ckpt.errors import StateMismatchError
 from ckpt.loading.index import CheckpointIndex
@@ -101,13 +101,30 @@ def renamed(index: CheckpointIndex, rename: Rename) -> CheckpointIndex:
     return replace(
         index,
         tensors=keys(index.tensors),
-        values=keys(index.values),
+        values=keys({path: _with_new_members(path, value, new) for path, value in index.values.items()}),
         per_rank_tensors=keys(index.per_rank_tensors),
         per_rank_values=keys(index.per_rank_values),
         aliases={new(path): new(target) for path, target in index.aliases.items()},
         containers=keys(index.containers),
         per_rank_containers=keys(index.per_rank_containers),
     )
+
+
+def _with_new_members(path: Path, value: Any, new: Callable[[Path], Path]) -> Any:
+    """Return a value of the step; if it is the groups of an optimizer with named parameters, with their new names."""
+    if not isinstance(value, list) or "param_groups" not in path:
+        return value
+    if path[-1] == "param_groups":
+        return [
+            {key: _with_new_members((*path, key), item, new) for key, item in group.items()}
+            if isinstance(group, dict)
+            else group
+            for group in value
+        ]
+    if path[-1] != "params":
+        return value
+    state = (*path[: path.index("param_groups")], "state")
+    return [(new((*state, name)) or (name,))[-1] if isinstance(name, str) else name for name in value]
 
 
 def _prefixes(rename: Mapping[str, str]) -> Callable[[str], str]:

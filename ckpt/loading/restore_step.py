@@ -28,11 +28,13 @@ from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.handover import Handovers
 from ckpt.loading.index import CheckpointIndex
-from ckpt.loading.match import Match, Read, is_below, known_names, lacking, match_state, unknown_on_all_ranks
+from ckpt.loading.match import Match, Read, is_below, known_names, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
-from ckpt.loading.options import RestoreOptions, hints, renamed
+from ckpt.loading.options import RestoreOptions, renamed
 from ckpt.loading.overlaps import check_overlaps
 from ckpt.loading.own_loading import check_inference_tensors
+from ckpt.loading.parameter_names import with_parameters_of
+from ckpt.loading.remedies import listed, misfit
 from ckpt.loading.state_update import StateUpdate
 from ckpt.loading.step_hold import HeldSource
 from ckpt.loading.structure import Structure
@@ -48,7 +50,6 @@ from ckpt.storage.step_source import StepSource
 __all__ = ["FilledTensors", "MemorySource", "RestoreReport", "restore_step"]
 
 _log = logging.getLogger("ckpt")
-_SHOWN = 20
 _FLAGS = struct.Struct("???")  # of a rank: there are problems, a trial to make, objects to load
 _MIN_THREADS, _MAX_THREADS = 4, 16
 
@@ -193,7 +194,8 @@ class _Attempt:
         self.report = RestoreReport(step)
         self.index: CheckpointIndex
         self._match: Match
-        self._has_tensors = False
+        self._state: Any = None
+        self._flat = FlatState()
         self._unexpected: list[Path] = []
         self._update: StateUpdate
         self._handovers: Handovers
@@ -212,7 +214,10 @@ class _Attempt:
 
     def match(self, state: Any) -> bytes:
         """Flatten the state and pair every leaf with what is stored; return what the other ranks need, to `compare`."""
-        optimizers = Optimizers(self.index, self._ranks.rank, state, self._options)
+        named = with_parameters_of(self.index, state, self._ranks.rank, self._options)
+        if named.index is not self.index:
+            self.index, self._memory = named.index, None  # memory knows the names of the save only
+        optimizers = Optimizers(named, self._ranks.rank, state, self._options)
         structure = Structure(self.index, self._ranks.rank, self._options)
         handovers = self._handovers = Handovers(structure, self._options)
 
@@ -221,7 +226,7 @@ class _Attempt:
             return handovers.expand(path, owner, state_dict, per_rank)
 
         flat = flatten(state, expand=expand, adapt=structure.adapt, reaches=self._options.reaches)
-        self._has_tensors = any(self._options.selects(path) for path in flat.tensors)
+        self._state, self._flat = state, flat
         self._match = match_state(self.index, flat, self._ranks.rank, optimizers.ignored, self._options)
         check_overlaps(self._match.reads, self._step)
         self._match.mismatches += optimizers.mismatches
@@ -242,7 +247,7 @@ class _Attempt:
             _log.warning(
                 "step %d does not have these items of dicts and lists, which are removed from the state:%s",
                 self._step,
-                _listed(list(self.report.removed)),
+                listed(list(self.report.removed)),
             )
 
     def compare(self, answers: Sequence[bytes]) -> tuple[bool, bool, bool]:
@@ -275,27 +280,18 @@ class _Attempt:
         if match.separate:
             pairs = [f"{display(path)} (restored: {display(target)})" for path, target in match.separate]
             _log.warning(
-                "step %d has two tensors each where the state has one with two names:%s", self._step, _listed(pairs)
+                "step %d has two tensors each where the state has one with two names:%s", self._step, listed(pairs)
             )
-        problems = [problem.text for problem in match.mismatches]
-        problems += [f"unexpected: {display(path)}" for path in unexpected]
-        if not problems:
+        found = misfit(match, unexpected, self._flat, self._state, self._options, self._step)
+        if found is None:
             return
-        problems.sort(key=lambda problem: (problem.split(":")[0], problem))
-        text = f"{len(problems)} name(s) of the state do not fit step {self._step}:{_listed(problems)}"
-        missing = [problem.path for problem in match.mismatches if problem.kind == "missing"]
-        text += "".join(f"\n{hint}" for hint in hints(missing, unexpected))
         if self._options.strict:
-            raise StateMismatchError(text + "\nNothing was restored; strict=False restores what fits", step=self._step)
-        lacks: Any = lacking(match, unexpected, self._options)
-        what = f"Nothing of only={lacks!r} fits" if lacks else ""
-        if match.mismatches and not (match.reads if self._has_tensors else match.assignments or match.same):
-            what = f"No {'tensor' if self._has_tensors else 'value'} of the state fits"
-        if what:
-            raise StateMismatchError(f"{text}\n{what}: nothing was restored", step=self._step)
+            raise StateMismatchError(f"{found.text}\nNothing was restored", step=self._step)
+        if found.too_little:
+            raise StateMismatchError(f"{found.text}\n{found.too_little}: nothing was restored", step=self._step)
         left_out = [display(path) for path in match.left_out]
-        with_them = f"\nand what belongs to them:{_listed(left_out)}" if left_out else ""
-        _log.warning("%s%s\nrestored without these", text, with_them)
+        with_them = f"\nand what belongs to them:{listed(left_out)}" if left_out else ""
+        _log.warning("%s%s\nrestored without these", found.text, with_them)
 
     def _note(self, unexpected: list[Path]) -> None:
         """Record what becomes of each name."""
@@ -338,7 +334,7 @@ class _Attempt:
             mismatched=tuple(sorted({*self.report.mismatched, *_names(left_out)})),
         )
         texts = [each.differences[path] for each in self._handovers.by_path.values() for path in each.refused]
-        _log.warning("step %d has names that objects did not load:%s", self._step, _listed(texts))
+        _log.warning("step %d has names that objects did not load:%s", self._step, listed(texts))
 
     def roll_back(self, error: Exception) -> None:
         """Undo the trial, and add a note to `error` about what could not be undone."""
@@ -435,8 +431,3 @@ class _Attempt:
 
 def _names(paths: Iterable[Path]) -> tuple[str, ...]:
     return tuple(sorted(map(display, paths)))
-
-
-def _listed(lines: list[str]) -> str:
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "".join(f"\n  {line}" for line in (*lines[:_SHOWN], *more))

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import zarr
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import ckpt
 import ckpt.restart
@@ -96,7 +97,16 @@ def _for_migrating(folder: Path) -> dict[str, Any]:
     if is_orbax_installed():
         (folder / "orbax").mkdir()
         write_with_orbax(folder / "orbax")
-    return _for_guide(folder)
+    names = _for_guide(folder)
+    model, optimizer = names["model"], names["optimizer"]
+    flattened = StateDictOptions(flatten_optimizer_state_dict=True)
+    named = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    titan = {**model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=flattened)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about saving with a single process
+        dcp.save(named, checkpoint_id=folder / "job" / "step-1000", no_dist=True)
+        dcp.save({**titan, "train_state": {"step": 1000}}, checkpoint_id=folder / "titan" / "step-1000", no_dist=True)
+    return names
 
 
 def _for_format(folder: Path) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_a_long_list_is_cut_to_twenty_and_a_count(tmp_path: Path) -> None:
             checkpointer.restore({"a": 1, **{f"t{i:02d}": torch.zeros(1) for i in range(33)}})
     text = str(caught.value)
     assert text.startswith("33 name(s)")
-    assert text.count("missing:") == 20
+    assert text.count("  missing:") == 20
     assert "and 13 more" in text
 
 
