@@ -28,7 +28,7 @@ __all__ = ["Ranks", "StoreRanks", "moved_bytes"]
 
 _log = logging.getLogger("ckpt")
 _T = TypeVar("_T")
-_TOLD = 4  # names that are kept
+_TOLD = 16  # names that are kept
 _MOVED_BY_REDUCTION = 2
 """How many times its bytes a reduction moves."""
 _HEAD = struct.Struct("<QQ")  # the size of a payload, and a checksum of what the rank does

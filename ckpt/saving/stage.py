@@ -58,8 +58,6 @@ class StagingOptions:
     def __post_init__(self) -> None:
         if self.compression not in (None, "zstd"):
             raise ValueError(f"compression must be None or 'zstd', not {self.compression!r}")
-        if self.on_divergence not in ("error", "warn", "ignore"):
-            raise ValueError(f"on_divergence must be 'error', 'warn' or 'ignore', not {self.on_divergence!r}")
 
 
 @dataclass(frozen=True, slots=True)
