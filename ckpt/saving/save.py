@@ -408,8 +408,9 @@ class Saver:
         staged = self._stager.stage(prepared, save, begin)
         if self._saves_are_snapshots:
             self._hold(prepared, save, staged, lineage)
-        plan = prepared.cached.layout.plan
-        observed.staged(staged.times, lambda: sum(file.nbytes for file in plan.files))
+        plan, index = prepared.cached.layout.plan, prepared.cached.save_plan.index
+        own_bytes, all_bytes = lambda: sum(file.nbytes for file in plan.files), lambda: sum(index.files().values())
+        observed.staged(staged.times, own_bytes, all_bytes)
         task = WriteTask(
             root=self._root.path,
             save=save,
