@@ -187,7 +187,7 @@ class Ranks(Group):
     def _meet(self) -> None:
         """Wait until all ranks have arrived."""
         try:
-            meet(self.store(), self.rank, self.world_size, self._timeout_s)
+            meet(self.store(), self.rank, self.world_size, self._timeout_s, self.doing)
         except MissingRanksError as error:
             raise CheckpointTimeoutError(
                 f"rank {self.rank} waited for all ranks to agree on {self.doing}: {error}. Every rank must call save, "
@@ -277,7 +277,7 @@ class StoreRanks(Group):
         if self.world_size == 1:
             return [payload]
         try:
-            return gather(self._store, self.rank, self.world_size, self._timeout_s, payload)
+            return gather(self._store, self.rank, self.world_size, self._timeout_s, payload, "what to restore")
         except MissingRanksError as error:
             raise CheckpointTimeoutError(
                 f"rank {self.rank} waited for all ranks, to agree on what to restore after a restart: {error}. Has "
