@@ -14,7 +14,15 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import CheckpointExistsError, FencedError, SaveAbandonedError, StateError, StorageError, WriterError
+from ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointTimeoutError,
+    FencedError,
+    SaveAbandonedError,
+    StateError,
+    StorageError,
+    WriterError,
+)
 from ckpt.options import FailedSaves
 from ckpt.ranks.collectives import Ranks
 from ckpt.saving import patience
@@ -209,6 +217,16 @@ def test_a_root_that_cannot_be_claimed_is_a_failed_save(tmp_path: Path, world_si
             assert events.count("SaveAbandoned") == 2
 
 
+def test_a_slot_that_does_not_become_free_is_a_failed_save(tmp_path: Path) -> None:
+    """The storage may not answer."""
+    with ckpt.Checkpointer(tmp_path, timeout=2, on_failed_save="warn") as checkpointer:
+        requests = [checkpointer.save_request(_state(step, 10), step) for step in (1, 2)]
+        assert checkpointer.async_save(_state(3, 10), 3) is None
+        assert checkpointer.failed_steps == [3]
+        for request in requests:
+            request.execute_sync()
+
+
 # -- what is raised all the same ---------------------------------------------------------------------------------------
 
 
@@ -244,6 +262,22 @@ def _diverges(rank: int, world_size: int, root: Path) -> str:
 def test_ranks_that_differ_are_an_error_of_on_divergence(tmp_path: Path) -> None:
     for result in run_ranks(_diverges, 2, tmp_path / "root"):
         assert "StateError: ranks have" in result.value
+
+
+def _does_not_come(rank: int, world_size: int, root: Path) -> str:
+    text = ""
+    with ckpt.Checkpointer(root, timeout=1, on_failed_save="warn") as checkpointer:
+        if rank == 0:
+            with pytest.raises(CheckpointTimeoutError) as caught:
+                checkpointer.async_save(_state(1), 1)
+            text = str(caught.value)
+        torch.distributed.barrier()
+    return text
+
+
+def test_a_rank_that_does_not_come_is_an_error(tmp_path: Path) -> None:
+    first, _ = run_ranks(_does_not_come, 2, tmp_path / "root")
+    assert "rank 1 did not come within 1 s" in first.value
 
 
 def test_without_the_option_each_failure_is_raised(tmp_path: Path) -> None:
@@ -372,6 +406,21 @@ def test_what_waiting_does_not_mend_fails_at_once(number: int, monkeypatch: pyte
     error = StorageError("cannot write")
     error.__cause__ = OSError(number, os.strerror(number))
     assert not Patience(600.0)(error)
+
+
+def test_a_sync_that_fails_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[StorageError] = []
+
+    def fail(path: str) -> None:
+        raise OSError(errno.EIO, "the kernel has dropped it")
+
+    monkeypatch.setattr(Patience, "__call__", lambda patience, error: tried.append(error) or True)
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        save_here(checkpointer, _state(1), 1)
+        with monkeypatch.context() as patch, pytest.raises(SaveAbandonedError, match="cannot sync"):
+            patch.setattr("ckpt.storage.files.fsync", fail)
+            save_here(checkpointer, _state(2), 2)
+    assert tried == []
 
 
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
