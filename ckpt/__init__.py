@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ckpt.loading.zarr_open import zarr_store
     from ckpt.mirroring.options import Mirror
     from ckpt.observing import Observation, observe
-    from ckpt.options import Snapshots, Staging
+    from ckpt.options import FailedSaves, Snapshots, Staging
     from ckpt.planning.given_leaves import Leaves
     from ckpt.planning.state_dict import PerRank, RngState
     from ckpt.preemption import PreemptionWatcher
@@ -79,6 +79,7 @@ __all__ = [
     "ExportOptions",
     "Every",
     "EverySeconds",
+    "FailedSaves",
     "FencedError",
     "FormatVersionError",
     "Keep",
@@ -130,6 +131,7 @@ _LAZY = {
     "Mirror": "ckpt.mirroring.options",
     "Observation": "ckpt.observing",
     "observe": "ckpt.observing",
+    "FailedSaves": "ckpt.options",
     "Snapshots": "ckpt.options",
     "Staging": "ckpt.options",
     "Leaves": "ckpt.planning.given_leaves",

@@ -20,13 +20,13 @@ from ckpt.engine.closing import Closing
 from ckpt.engine.parts import CheckpointerSettings, Parts
 from ckpt.engine.phases import Phases
 from ckpt.engine.restores import Restores
-from ckpt.errors import CheckpointNotFoundError, StorageError
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt.exporting.options import ExportOptions
 from ckpt.loading.options import Rename, RestoreOptions
 from ckpt.loading.restore_step import RestoreReport
 from ckpt.mirroring.options import Mirror
 from ckpt.native import warn_if_portable
-from ckpt.options import Snapshots, Staging
+from ckpt.options import FailedSaves, Snapshots, Staging
 from ckpt.saving.recover import Branch
 from ckpt.saving.retention import Keep, keep_policy
 from ckpt.storage.names import SaveId
@@ -70,7 +70,7 @@ class Checkpointer(Uncopied):
         read_only: bool = False,
         process_group: ProcessGroup | None = None,
         queue: AsyncCallsQueue | None = None,
-        on_divergence: Literal["error", "warn", "ignore"] = "error",
+        on_failed_save: FailedSaves | Literal["raise", "warn"] = "raise",
     ) -> None:
         """Start and write nothing yet. TypeError or ValueError, in a sentence, for an argument that is invalid.
 
@@ -108,10 +108,8 @@ class Checkpointer(Uncopied):
         With `read_only` nothing is ever written to the root, and no save is possible: for evaluation beside a training
         job, or without write permission.
 
-        `on_divergence` says what is done when parameters or optimizer state that several ranks have differ, as far as
-        the samples that each save takes show: "error" abandons the save on all ranks, "warn" publishes a mixture and
-        logs it, "ignore" takes no samples. Buffers, small tensors of unknown use and values are saved from the lowest
-        rank that has them; for the latter two differences are logged (see docs/guide.md).
+        `on_failed_save`: "raise" raises the error of a failed save on all ranks. With "warn" it is logged, and training
+        and the next save go on: until saves have failed for six hours, or as a `FailedSaves` says. See `failed_steps`.
         """
         warn_if_portable()
         if not isinstance(node_local, str | os.PathLike | None):
@@ -131,7 +129,7 @@ class Checkpointer(Uncopied):
             read_only=read_only,
             process_group=process_group,
             queue=queue,
-            on_divergence=on_divergence,
+            on_failed_save=FailedSaves.of(on_failed_save),
         )
         self._parts = Parts.of(root, settings)
         self._phases = Phases(self._parts.saver.timers)
@@ -176,9 +174,16 @@ class Checkpointer(Uncopied):
         request.add_finalize_fn(lambda: self._note_published(save, branch))
         return request
 
-    def async_save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> int:
-        """Stage `state`, schedule its save, and return the index of the call. `maybe_finalize` raises its errors."""
-        request = self.save_request(state, step, metrics=metrics)
+    def async_save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> int | None:
+        """Stage `state`, schedule its save, and return the index of the call. `maybe_finalize` raises its errors.
+
+        Raises what `save_request` raises; if `on_failed_save` lets training go on then, return None.
+        """
+        try:
+            request = self.save_request(state, step, metrics=metrics)
+        except CheckpointError as error:
+            self._parts.saver.failures.check(error)
+            return None
         try:
             return self._parts.queue.schedule_async_request(request)
         except Exception as error:
@@ -220,23 +225,24 @@ class Checkpointer(Uncopied):
             self.snapshot(state, step)
         return self.maybe_finalize()
 
-    def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> None:
-        """Save `state`, and finalize it and all earlier saves: the step is published on return.
+    def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
+        """Save `state`, finalize it and all earlier saves, and return whether the step is published.
 
-        Raises what `maybe_finalize` raises.
+        Raises what `async_save` and `maybe_finalize` raise; False only if `on_failed_save` lets training go on.
         """
-        self.async_save(state, step, metrics=metrics)
+        scheduled = self.async_save(state, step, metrics=metrics) is not None
         self.maybe_finalize(blocking=True)
+        return scheduled and self.current_step == step
 
     def maybe_finalize(self, blocking: bool = False) -> list[int]:
         """Finalize the saves that are decided, and return their steps. With `blocking` wait for all. No collective.
 
-        Raises the `CheckpointError` of a save that was abandoned: it names rank, step and cause. Its `finalized` are
-        the calls finalized before it.
+        Raises the `CheckpointError` of a save that was abandoned, unless `on_failed_save` lets training go on: it names
+        rank, step and cause. Its `finalized` are the calls finalized before it.
         """
         self._closing.check_open()
         with self._phases("ckpt.finalize"):
-            self._parts.queue.maybe_finalize_async_calls(blocking=blocking, no_dist=True)
+            self._parts.finalize(blocking)
         if self._parts.exports is not None:
             self._parts.exports.poll()
         if self._parts.mirror is not None:
@@ -361,13 +367,7 @@ class Checkpointer(Uncopied):
         before under the same names is replaced. TypeError for what cannot be changed in place, like a number: put it
         into a dict.
         """
-        for name, value in state.items():
-            if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tuple)):
-                raise TypeError(
-                    f"{name}={value!r} cannot be restored in place, it is a {type(value).__name__}: register a dict "
-                    "that holds it"
-                )
-        self._restores.registered.update(state)
+        self._restores.register(state)
 
     @property
     def resume_step(self) -> int | None:
@@ -400,12 +400,18 @@ class Checkpointer(Uncopied):
     def _note_published(self, save: SaveId, branch: Branch) -> None:
         self._finalized.append(save.step)
         self._restores.current_step = save.step
+        self._parts.saver.failures.published(save.step)
         report_step(save.step)
         rank = self._parts.saver.last_rank
         if self._parts.exports is not None and rank == 0:
             self._parts.exports.published(save.step)
         if self._parts.mirror is not None and rank is not None:
             self._parts.mirror.published(save, branch, rank, self._parts.ranks.world_size)
+
+    @property
+    def failed_steps(self) -> list[int]:
+        """The steps whose saves have failed since the newest one that was published or restored; empty if none has."""
+        return list(self._parts.saver.failures.steps)
 
     def latest_step(self) -> int | None:
         """Return the newest published step of the root, not of its mirror; None if there is none."""

@@ -1,4 +1,4 @@
-"""The options of a `Checkpointer` by concern: snapshots in memory, and the way of a save to its files.
+"""The options of a `Checkpointer` by concern: snapshots in memory, the way of a save to its files, and failed saves.
 
 Beside them stand `Keep` (`ckpt.saving.retention`), `Mirror` (`ckpt.mirroring.options`) and `ExportOptions`
 (`ckpt.exporting.options`). All are frozen, and checked when they are made.
@@ -11,13 +11,13 @@ from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from ckpt.arguments import check_choice, check_flag, check_number, duration, whole_number
+from ckpt.arguments import check_choice, check_flag, check_number, duration, in_seconds, whole_number
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.replication.limiter import MIN_BANDWIDTH
 from ckpt.storage.compression import MAX_FRAME_BYTES, Compression
 from ckpt.storage.names import DATABASE_CHUNKS
 
-__all__ = ["Snapshots", "Staging"]
+__all__ = ["FailedSaves", "Snapshots", "Staging"]
 
 _GRID = GridOptions()
 
@@ -97,6 +97,9 @@ class Staging:
         refused on all ranks: `StateError`
     overlap: on CUDA, training goes on while the copies run; the optimizers in the state wait for them before their
         next step
+    on_divergence: what is done when parameters or optimizer state that several ranks have differ, as far as the
+        samples that each save takes show: "error" abandons the save on all ranks, "warn" publishes a mixture and logs
+        it, "ignore" takes no samples
     compression: "zstd", "lz4", or a `Compression` with its level; None: chunks are not compressed (see docs/guide.md)
     threads: so many write at once in the writer
     file_bytes: a rank begins a new file when one has so many bytes
@@ -115,6 +118,7 @@ class Staging:
     slots: int | None = None
     max_host_bytes: int | None = None
     overlap: bool = False
+    on_divergence: Literal["error", "warn", "ignore"] = "error"
     compression: Compression | str | None = None
     threads: int = 6
     file_bytes: int = _GRID.file_bytes
@@ -128,6 +132,7 @@ class Staging:
         if self.max_host_bytes is not None:
             whole_number("Staging: max_host_bytes", self.max_host_bytes, unit="bytes")
         check_flag("Staging: overlap", self.overlap)
+        check_choice("Staging: on_divergence", self.on_divergence, ("error", "warn", "ignore"))
         object.__setattr__(self, "compression", Compression.of(self.compression))
         whole_number("Staging: threads", self.threads)
         whole_number("Staging: file_bytes", self.file_bytes, unit="bytes")
@@ -161,6 +166,49 @@ class Staging:
                 f"snapshots need at least two slots, one to hold one while the next is made, not {self.slots}"
             )
         return self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSaves:
+    """The failed saves after which training goes on: ``Checkpointer(root, on_failed_save=FailedSaves(in_a_row=5))``.
+
+    in_a_row: the save that makes it so many without a published step between them is raised; None: however many
+    longest: the save that fails when saves have failed for so long (a timedelta, or seconds), without a published step
+        between them, is raised; None: however long
+
+    A failure that no later save makes good is always raised: a state that cannot be stored, a step that is published
+    already, a root that another job owns. TypeError or ValueError for an option of another type or out of range.
+    """
+
+    in_a_row: int | None = None
+    longest: timedelta | float | None = timedelta(hours=6)
+
+    def __post_init__(self) -> None:
+        if self.in_a_row is not None:
+            whole_number("FailedSaves: in_a_row", self.in_a_row, unit="saves")
+        if self.longest is not None:
+            object.__setattr__(self, "longest", duration("FailedSaves: longest", self.longest))
+
+    @classmethod
+    def of(cls, given: Any) -> FailedSaves | None:
+        """Return the argument `on_failed_save` of a `Checkpointer`; None for "raise"."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str) and given in ("raise", "warn"):
+            return None if given == "raise" else cls()
+        raise (ValueError if isinstance(given, str) else TypeError)(
+            "on_failed_save must be 'raise', 'warn' or ckpt.FailedSaves(in_a_row=5, ...), not "
+            f"{given!r:.80} ({type(given).__name__})"
+        )
+
+    def is_over(self, in_a_row: int, seconds: float) -> bool:
+        """Return whether so many failed saves in a row, of which the first was so long ago, are too many."""
+        too_many = self.in_a_row is not None and in_a_row >= self.in_a_row
+        return too_many or (self.longest is not None and seconds >= in_seconds(self.longest))
+
+    def __str__(self) -> str:
+        limits = [f"{self.in_a_row} in a row"] if self.in_a_row is not None else []
+        return " or ".join(limits + ([f"failures for {self.longest}"] if self.longest is not None else []))
 
 
 def _check_address(host: Any) -> None:

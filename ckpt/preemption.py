@@ -62,7 +62,7 @@ class Saves(Protocol):
     @property
     def current_step(self) -> int | None: ...
     def maybe_finalize(self, blocking: bool = False) -> list[int]: ...
-    def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> None: ...
+    def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool: ...
 
 
 class PreemptionWatcher(Uncopied):
@@ -187,11 +187,10 @@ class PreemptionWatcher(Uncopied):
         if self._checkpointer.current_step == step:
             return True
         try:
-            self._checkpointer.save(state, step, metrics=metrics)
+            return self._checkpointer.save(state, step, metrics=metrics)
         except CheckpointError as error:
             _log.error("step %d cannot be saved before the end; the newest published step stands: %s", step, error)
             return False
-        return True
 
     @property
     def requested(self) -> str | None:

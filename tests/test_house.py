@@ -113,3 +113,21 @@ def test_a_missing_file_and_class_are_seen() -> None:
     text = "`storage/root.py`, `storage/gone.py`, `ckpt/gone`, `store_*.py`, `gone_*.py`, `PendingSave.join`"
     assert _missing(text, {"PendingSave"}) == {"storage/gone.py", "ckpt/gone", "gone_*.py", "PendingSave.join"}
     assert not _missing("`PendingSave.join` and `PendingSave`", {"PendingSave", "PendingSave.join"})
+
+
+def _pages_in_messages(path: Path) -> list[str]:
+    """Return the texts of a module, docstrings aside, that name a page of the repository."""
+    tree = ast.parse(path.read_text(), str(path))
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    named = [node for node in texts if id(node) not in alone and re.search(r"\w\.md\b|\bdocs/", node.value)]
+    return [f"{path.relative_to(REPOSITORY)}:{node.lineno}: {node.value:.80}" for node in named]
+
+
+def test_messages_name_no_page_of_the_repository() -> None:
+    """Who has installed the package has no docs/: a message says it itself."""
+    folders = ("ckpt", "inprocess", "tools/inspect_ckpt")
+    found = [
+        each for name in folders for path in (REPOSITORY / name).rglob("*.py") for each in _pages_in_messages(path)
+    ]
+    assert not found, "\n".join(found)

@@ -9,7 +9,7 @@ from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from ckpt.ranks.distributed import own_rank
 from ckpt.ranks.failure import Failure
 
-__all__ = ["failed_elsewhere", "not_closed", "not_done", "with_note"]
+__all__ = ["failed_elsewhere", "not_closed", "not_done", "raised", "with_note"]
 
 _Error = TypeVar("_Error", bound=Exception)
 
@@ -45,3 +45,8 @@ def with_note(error: _Error, finalize_error: Exception | None) -> _Error:
     if finalize_error is not None:
         error.add_note(f"besides, a finalize function of an earlier call raised {finalize_error!r}")
     return error
+
+
+def raised(error: Exception) -> None:
+    """Raise an error: every failure of a call counts."""
+    raise error

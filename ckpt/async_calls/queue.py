@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ckpt.async_calls.compatible import WarmupPersistentCaller, remember
-from ckpt.async_calls.failures import failed_elsewhere, not_closed, not_done, with_note
+from ckpt.async_calls.failures import failed_elsewhere, not_closed, not_done, raised, with_note
 from ckpt.async_calls.request import Request
 from ckpt.async_calls.runner import NO_CALL, CallRunner
 from ckpt.async_calls.settled import SettledCalls
@@ -131,9 +131,12 @@ class AsyncCallsQueue(CallRunner):
             error.add_note(f"finalized in this call: {finalized}")
         raise error
 
-    def finalize_all(self, deadline: Deadline, no_dist: bool | None = None) -> None:
+    def finalize_all(
+        self, deadline: Deadline, no_dist: bool | None = None, check: Callable[[Exception], None] = raised
+    ) -> None:
         """Wait for all calls, and finalize them, until `deadline`; then raise the first failure.
 
+        `check` is called with each failure, and raises what counts as one.
         CheckpointTimeoutError at the deadline, unless a call had failed before; the calls that are left stay queued.
         With ``no_dist=False`` all ranks finalize the same calls, and all of them stop when one is at its deadline.
         """
@@ -147,12 +150,16 @@ class AsyncCallsQueue(CallRunner):
             # What ran here is done, and had no need of an agreement (saves have theirs in storage): ranks may have
             # scheduled different calls, such as saves that one of them could not make. They count from here.
             self._settled_calls.restart(self._next_index)
-        if self._unreported:
-            error = self._unreported[0]
-            self._unreported.clear()
-            if isinstance(error, CheckpointError):
-                error.finalized = finalized
-            raise error
+        failures: list[Exception] = []
+        while self._unreported:
+            try:
+                check(self._unreported.popleft())
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            if isinstance(failures[0], CheckpointError):
+                failures[0].finalized = finalized
+            raise failures[0]
 
     def _is_alone(self, no_dist: bool | None) -> bool:
         """Return whether this rank finalizes its calls without the others."""
@@ -249,8 +256,15 @@ class AsyncCallsQueue(CallRunner):
             self._given_up = False
             self.recover(0.0)
 
-    def close(self, abort: bool = False, *, no_dist: bool | None = None, timeout_s: float | None = None) -> None:
-        """Wait for all calls and finalize them, end all processes, then raise the first failure.
+    def close(
+        self,
+        abort: bool = False,
+        *,
+        no_dist: bool | None = None,
+        timeout_s: float | None = None,
+        check: Callable[[Exception], None] = raised,
+    ) -> None:
+        """Wait for all calls and finalize them, end all processes, then raise the first failure; see `finalize_all`.
 
         All ranks finalize the same calls, together, as in `maybe_finalize_async_calls`; with `no_dist` (None: that of
         the queue), or if no call is left, there is no collective. A request that is scheduled later starts new
@@ -271,7 +285,7 @@ class AsyncCallsQueue(CallRunner):
             if abort:
                 ending = ending.within(self._config.close_timeout_s)
             else:
-                failure = self._drain(ending, no_dist)
+                failure = self._drain(ending, no_dist, check)
             if self._pending:
                 self._abort(ending)
             self._stop_writers(ending)
@@ -354,10 +368,10 @@ class AsyncCallsQueue(CallRunner):
         assert call.error is not None
         return call.error
 
-    def _drain(self, ending: Deadline, no_dist: bool | None) -> Exception | None:
+    def _drain(self, ending: Deadline, no_dist: bool | None, check: Callable[[Exception], None]) -> Exception | None:
         """Finalize all calls that are done in time; return the first failure."""
         try:
-            self.finalize_all(ending.before_end(min(_ENDING_S, ending.timeout_s / 4)), no_dist)
+            self.finalize_all(ending.before_end(min(_ENDING_S, ending.timeout_s / 4)), no_dist, check)
         except Exception as error:
             failure = error
         else:

@@ -63,6 +63,7 @@ class Closing:
             if parts.exports is not None:
                 ends.callback(parts.exports.close, waiting)
             ends.callback(parts.saver.close, ending)
+            ends.callback(parts.saver.failures.say_what_is_lost)
             self._finalize_all(waiting, finalized)
         if parts.reuses_files and parts.saver.last_rank == 0:
             finishes_within(ending, self._delete_recycled, "ckpt-delete-recycled")
@@ -74,6 +75,7 @@ class Closing:
         self._closed = True
         parts = self._parts
         ending = Deadline(self._leaving_s)
+        parts.saver.failures.say_what_is_lost()
         with contextlib.ExitStack() as ends:
             ends.callback(self._release_exports, ending)
             ends.callback(parts.keeper.release)
@@ -109,12 +111,12 @@ class Closing:
     def _finalize_all(self, deadline: Deadline, finalized: Collection[int]) -> None:
         """Finalize all calls, and close the queue unless it is shared."""
         queue, saver = self._parts.queue, self._parts.saver
-        steps = saver.steps_in_flight
+        steps = {save.step for save in saver.in_flight}
         try:
             if self._owns_queue:
-                queue.close(no_dist=True, timeout_s=deadline.left_s)
+                queue.close(no_dist=True, timeout_s=deadline.left_s, check=saver.failures.check)
             else:
-                queue.finalize_all(deadline, no_dist=True)
+                queue.finalize_all(deadline, no_dist=True, check=saver.failures.check)
         except CheckpointTimeoutError as error:
             left = sorted(steps - set(finalized))
             if not left:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ckpt.arguments import check_flag, check_mapping, in_seconds, whole_number
 from ckpt.async_calls import AsyncCallsQueue
+from ckpt.errors import CheckpointError
 from ckpt.exporting.background import BackgroundExports
 from ckpt.exporting.options import ExportOptions
 from ckpt.keeper.lingering import LingeringMemory
@@ -17,11 +18,12 @@ from ckpt.keeper.trainer_side import Keeper
 from ckpt.loading.restore import Tiers
 from ckpt.mirroring.background import BackgroundMirror
 from ckpt.mirroring.options import Mirror
-from ckpt.options import Snapshots, Staging
+from ckpt.options import FailedSaves, Snapshots, Staging
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.ranks.collectives import Ranks
 from ckpt.saving.retention import Keep, Retention
 from ckpt.saving.save import Saver
+from ckpt.saving.save_failures import SaveFailures
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
 from ckpt.staging.neighbors import node
@@ -55,7 +57,7 @@ class CheckpointerSettings:
     read_only: bool
     process_group: ProcessGroup | None
     queue: AsyncCallsQueue | None
-    on_divergence: Literal["error", "warn", "ignore"]
+    on_failed_save: FailedSaves | None
 
     def __post_init__(self) -> None:
         check_flag("read_only", self.read_only)
@@ -141,7 +143,7 @@ class Parts:
             timeout_s,
             Compression.of(staging.compression),
             grid,
-            settings.on_divergence,
+            staging.on_divergence,
             snapshots is not None,
         )
         how_saved = SaveOptions(
@@ -162,10 +164,20 @@ class Parts:
         replicated = snapshots if snapshots is not None and snapshots.replicas else None
         exports = None if settings.export is None else BackgroundExports(root_at, settings.export, keeper)
         packs = None if node_path is None else NodePacks(node_path, root_at, mirror_root)
-        saver = Saver(root_at, ranks, queue, keeper, how_staged, how_saved, replicated, lingering)
+        failures = SaveFailures(settings.on_failed_save, ranks)
+        saver = Saver(root_at, ranks, queue, keeper, how_staged, how_saved, failures, replicated, lingering)
         if mirror is not None:
             saver.held = lambda: mirror.held(saver.in_flight)
         return cls(settings, keeper, root_at, ranks, queue, saver, exports, mirror, mirror_root, packs, reuses_files)
+
+    def finalize(self, blocking: bool) -> None:
+        """Finalize the saves that are decided, or with `blocking` all. Raises what `SaveFailures.check` raises."""
+        while True:
+            try:
+                self.queue.maybe_finalize_async_calls(blocking=blocking, no_dist=True)
+                return
+            except CheckpointError as error:  # of one call, which has left the queue
+                self.saver.failures.check(error)
 
     def tiers(self, mirror: Root | None) -> Tiers:
         """Return where a restore looks: in memory, in the root and in `mirror`."""

@@ -51,6 +51,16 @@ class Restores:
         """The step that was restored last; None if none was."""
         return None if self.last is None else self.last.step
 
+    def register(self, state: dict[str, Any]) -> None:
+        """See `Checkpointer.register`."""
+        for name, value in state.items():
+            if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tuple)):
+                raise TypeError(
+                    f"{name}={value!r} cannot be restored in place, it is a {type(value).__name__}: register a dict "
+                    "that holds it"
+                )
+        self.registered.update(state)
+
     def restore(self, state: Any, step: int | None, options: RestoreOptions) -> int | None:
         """See `Checkpointer.restore`."""
         parts, ranks = self._parts, self._parts.ranks

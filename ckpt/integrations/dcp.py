@@ -42,6 +42,7 @@ from ckpt import (
     CheckpointNotFoundError,
     LazyTensor,
     Leaves,
+    SaveAbandonedError,
     StateMismatchError,
     Unregistered,
 )
@@ -169,7 +170,8 @@ class Writer(StorageWriter):
             if not self._stays_open:
                 self._checkpointer = None
                 stack.push(checkpointer)
-            checkpointer.save(self._state(plan, planner), self._step)
+            if not checkpointer.save(self._state(plan, planner), self._step):
+                raise SaveAbandonedError(f"step {self._step} is not published: the log has the error", step=self._step)
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result([WriteResult(item.index, nbytes_of(item), None) for item in plan.items])
         return written

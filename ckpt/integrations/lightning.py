@@ -70,7 +70,7 @@ __all__ = [
 
 _log = logging.getLogger("ckpt")
 _StrPath = str | os.PathLike[str]
-_OPTIONS = ("staging", "timeout", "on_divergence")
+_OPTIONS = ("staging", "timeout", "on_failed_save")
 _BEFORE_THE_END = "hpc_ckpt_"  # how those begin that Lightning saves when SLURM is about to end the job
 _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
 
@@ -85,11 +85,11 @@ class CkptIO(CheckpointIO):
     `CkptModelParallelStrategy` all ranks write their share. Each directory that is saved to becomes a checkpoint root,
     with a writer process of its own. It may be the URL of an object store, whose credentials are taken from the
     environment. `options` are those of `ckpt.Checkpointer` that do not say which steps are kept: staging, timeout,
-    on_divergence.
+    on_failed_save.
 
-    The error of a save is raised by the next one, or at the end of `Trainer.fit`. What Lightning saves when SLURM is
-    about to end the job is published when the save returns. After an exception in `fit`, saves
-    that are staged are not waited for: their writer finishes them, even if this process ends.
+    The error of a save is raised by the next one, or at the end of `Trainer.fit`, unless `on_failed_save` lets training
+    go on. What Lightning saves when SLURM is about to end the job is published when the save returns. After an
+    exception in `fit`, saves that are staged are not waited for: their writer finishes them, even if this process ends.
 
     One object serves any number of calls of `fit`, `test` and so on, and any number of Trainers, one after the other.
     The hooks of `ckpt.restart` take it in place of a Checkpointer; the next `fit` restores, with ``ckpt_path="last"``.

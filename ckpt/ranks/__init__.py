@@ -3,6 +3,7 @@
     group         the interface: an all-gather of bytes, and what follows from it; `Alone`, without communication
     collectives   `Ranks`, by a process group of torch; `StoreRanks`, by a store of torch alone
     rounds        arrive, decide once, gather and wait, in a store of torch
+    late          the warning of a wait for ranks that do not come
     failure       the failure of one rank, in the form in which it reaches the others
     stop          one step to stop after, by rounds
     distributed   access to torch.distributed, without importing torch

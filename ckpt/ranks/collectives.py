@@ -28,7 +28,7 @@ __all__ = ["Ranks", "StoreRanks", "moved_bytes"]
 
 _log = logging.getLogger("ckpt")
 _T = TypeVar("_T")
-_TOLD = 4  # names that are kept
+_TOLD = 16  # names that are kept
 _MOVED_BY_REDUCTION = 2
 """How many times its bytes a reduction moves."""
 _HEAD = struct.Struct("<QQ")  # the size of a payload, and a checksum of what the rank does
@@ -187,7 +187,7 @@ class Ranks(Group):
     def _meet(self) -> None:
         """Wait until all ranks have arrived."""
         try:
-            meet(self.store(), self.rank, self.world_size, self._timeout_s)
+            meet(self.store(), self.rank, self.world_size, self._timeout_s, self.doing)
         except MissingRanksError as error:
             raise CheckpointTimeoutError(
                 f"rank {self.rank} waited for all ranks to agree on {self.doing}: {error}. Every rank must call save, "
@@ -277,7 +277,7 @@ class StoreRanks(Group):
         if self.world_size == 1:
             return [payload]
         try:
-            return gather(self._store, self.rank, self.world_size, self._timeout_s, payload)
+            return gather(self._store, self.rank, self.world_size, self._timeout_s, payload, "what to restore")
         except MissingRanksError as error:
             raise CheckpointTimeoutError(
                 f"rank {self.rank} waited for all ranks, to agree on what to restore after a restart: {error}. Has "

@@ -19,7 +19,8 @@ round: a dead rank is not waited for. A rank that arrives at the deadline is eit
 at the next round, so that later calls meet again.
 
     round            the number N of the current round, whose name is N
-    at/RANK          the round that RANK arrived at last, and its node and process
+    at/RANK          the round that RANK arrived at last, its node and process, what it was about, and when
+    N/late           how many ranks have waited long for round N; the first one logs which are missing
     N/closing        how many ranks want to give up round N
     N/from/RANK      what RANK has to tell
     N/all            what all ranks tell, put there by the last one that arrives
@@ -38,12 +39,14 @@ import time
 from dataclasses import astuple
 from typing import Any
 
+from ckpt.ranks.late import LateRanks, described
 from inprocess.ipc.process import Process
 from inprocess.ipc.suspension import Suspension
 
 __all__ = ["MissingRanksError", "Round", "gather", "meet", "named", "value_of"]
 
 _GO = "go"
+_COMMON = "a common operation"
 _ABSENT = "-"  # no value of a key
 _CLOSING_S = 10.0  # for the first rank that gives up a round to find out who is missing
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.25
@@ -108,21 +111,23 @@ class MissingRanksError(Exception):
         self.missing = missing
 
 
-def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Return when all ranks have called this. `store` is for this group alone.
+def meet(store: Any, rank: int, world_size: int, timeout_s: float, doing: str = _COMMON) -> None:
+    """Return when all ranks have called this. `store` is for this group alone; `doing` is the operation, for messages.
 
     MissingRanksError, on all ranks that have arrived, when some have not `timeout_s` after one of those, or when one of
     those was interrupted. Then no rank returns. Errors of the store are passed on.
     """
-    _met(store, rank, world_size, timeout_s, None)
+    _met(store, rank, world_size, timeout_s, doing, None)
 
 
-def gather(store: Any, rank: int, world_size: int, timeout_s: float, payload: bytes) -> list[bytes]:
+def gather(
+    store: Any, rank: int, world_size: int, timeout_s: float, payload: bytes, doing: str = _COMMON
+) -> list[bytes]:
     """Do what `meet` does, and return the payloads of all ranks, by rank."""
-    return _met(store, rank, world_size, timeout_s, payload).gathered()
+    return _met(store, rank, world_size, timeout_s, doing, payload).gathered()
 
 
-def _met(store: Any, rank: int, world_size: int, timeout_s: float, payload: bytes | None) -> _Meeting:
+def _met(store: Any, rank: int, world_size: int, timeout_s: float, doing: str, payload: bytes | None) -> _Meeting:
     """Return the first round at which all ranks arrive."""
     deadline = time.monotonic() + timeout_s
     number = int(store.add("round", 0))
@@ -130,7 +135,7 @@ def _met(store: Any, rank: int, world_size: int, timeout_s: float, payload: byte
         if Round(store, f"{number}", world_size).is_decided:
             number += 1  # given up, and the number of the next round is about to be set
             continue
-        meeting = _Meeting(store, rank, world_size, number)
+        meeting = _Meeting(store, rank, world_size, number, doing)
         decision = meeting.attend(deadline, timeout_s, payload)
         if decision == _GO:
             return meeting
@@ -143,19 +148,22 @@ def _met(store: Any, rank: int, world_size: int, timeout_s: float, payload: byte
 class _Meeting:
     """One round in which ranks wait for all."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, number: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, number: int, doing: str) -> None:
+        self._doing = doing
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._number = number
         self._round = Round(store, f"{number}", world_size)
         self._gathers = False
+        self._warns = False  # this rank is the one that logs who is missing
 
     def attend(self, deadline: float, timeout_s: float, payload: bytes | None) -> str:
         """Arrive, with a payload to be gathered, and return the decision."""
         self._gathers = payload is not None
         try:
-            self._store.set(f"at/{self._rank}", json.dumps([self._number, *astuple(Process.here())]))
+            here = [self._number, *astuple(Process.here()), self._doing, time.time()]
+            self._store.set(f"at/{self._rank}", json.dumps(here))
             if payload is not None:
                 self._store.set(self._key(f"from/{self._rank}"), payload)
             if self._round.arrive():
@@ -192,12 +200,15 @@ class _Meeting:
         """Wait for the decision; return None if there is none by the deadline, or if the next rank died."""
         begin = time.monotonic()
         watch_at = begin + _WATCH_S
-        suspension = Suspension()
+        suspension, late = Suspension(), LateRanks()
         while not self._round.is_decided:
             now = time.monotonic()
-            deadline += suspension.missed_s()  # the others may have been suspended with this process
+            missed_s = suspension.missed_s()  # the others may have been suspended with this process
+            begin, deadline = begin + missed_s, deadline + missed_s
             if now >= deadline:
                 return None
+            if late.is_due(now - begin):
+                self._warn(late, now - begin, deadline - now)
             if now >= watch_at:
                 if self._has_died((self._rank + 1) % self._world_size):
                     return None
@@ -214,7 +225,7 @@ class _Meeting:
             decision = self._wait(time.monotonic() + _CLOSING_S)
             if decision is not None:
                 return decision
-        missing = [rank for rank in range(self._world_size) if self._last_of(rank)[0] != self._number]
+        missing = self._missing()
         dead = [rank for rank in range(self._world_size) if self._has_died(rank)]
         if dead:
             return self._decide(self._reason(f"{named(dead)} died", missing))
@@ -222,14 +233,36 @@ class _Meeting:
         why = f"{named(missing)} did not come within {timeout_s:g} s" if missing else late
         return self._decide(self._reason(why, missing))
 
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if self._last_of(rank)[0] != self._number]
+
+    def _warn(self, late: LateRanks, waited_s: float, left_s: float) -> None:
+        """Log which ranks are missing, on the first of those that wait."""
+        if not self._warns and self._store.add(self._key("late"), 1) > 1:
+            late.stop()
+            return
+        self._warns = True
+        missing = self._missing()
+        what = f"{named(missing)} to agree on {self._doing}"
+        late.warn(self._rank, waited_s, left_s, what, missing, self._known_of)
+
+    def _known_of(self, rank: int) -> str:
+        """Return what is known of a rank that has not arrived, as the end of a sentence."""
+        number, host, pid, start, doing, at = self._last_of(rank)
+        if number is None:
+            return "has taken part in nothing yet"
+        return (
+            f"took part last in {doing}, {max(0.0, time.time() - at):.0f} s ago; {described(Process(host, pid, start))}"
+        )
+
     def _last_of(self, rank: int) -> list[Any]:
-        """Return the last round of a rank, and its node, pid and start time; None for each if there was none."""
+        """Return the last round of a rank, its node, pid and start time, what it was about, and when; or only None."""
         key = f"at/{rank}"
-        return list(json.loads(self._store.get(key))) if self._store.check([key]) else [None] * 4
+        return list(json.loads(self._store.get(key))) if self._store.check([key]) else [None] * 6
 
     def _has_died(self, rank: int) -> bool:
         """Return whether the process of a rank is known to have ended."""
-        _, *process = self._last_of(rank)
+        _, *process = self._last_of(rank)[:4]
         return Process(*process).alive is False
 
     def _reason(self, why: str, missing: list[int]) -> str:
@@ -246,7 +279,7 @@ class _Meeting:
 
     def _forget_earlier(self) -> None:
         """Delete the keys of earlier rounds: all ranks have arrived at this one."""
-        more = ["closing"]
+        more = ["closing", "late"]
         if self._gathers:
             more += ["all", *(f"from/{rank}" for rank in range(self._world_size))]
         number = self._number - 1

@@ -96,7 +96,7 @@ def check_replicas(
         raise StateError(
             f"ranks have {len(different[_ERROR])} parameter(s) or tensor(s) of optimizers different that should be the "
             f"same: {'; '.join(said(_ERROR))}. Is a seed, a broadcast or a gradient reduction missing? Put what each "
-            "rank has for itself into ckpt.PerRank; Checkpointer(on_divergence='warn') saves the state nevertheless"
+            "rank has for itself into ckpt.PerRank; ckpt.Staging(on_divergence='warn') saves the state nevertheless"
         )
     for member in (_MIXED, _LOWEST):
         if different[member]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt.async_calls import CallTimer
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, FencedError
 from ckpt.ranks.failure import Failure
 from ckpt.saving.giving_up import Fenced, error_for, give_up
 from ckpt.saving.observed_save import ObservedSave
@@ -37,8 +37,9 @@ class SaveHandle:
 
     `on_decided` is called when the save is published or given up, `on_differing` when ranks have different values of
     some names, `on_removed` when steps were removed, `on_begun` when the writer begins. `first_reason` is given why the
-    save is abandoned, as far as this rank knows, and returns why it is for all ranks. `observed` is told how the save
-    ends. All of it in the thread that uses the queue.
+    save is abandoned, as far as this rank knows, and returns why it is for all ranks. `on_failed` gets the error of a
+    save that is not published, or not durably, before it is raised, and the class of its cause. `observed` is told how
+    the save ends. All of it in the thread that uses the queue.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SaveHandle:
         on_removed: Callable[[StepsRemoved], None] = lambda report: None,
         on_begun: Callable[[int], CallTimer | None] | None = None,
         first_reason: Callable[[Failure], Failure] = lambda reason: reason,
+        on_failed: Callable[[CheckpointError, type[CheckpointError]], None] = lambda error, kind: None,
     ) -> None:
         self.task = task
         self.in_writer: Callable[[], None] = functools.partial(write_share, task)
@@ -61,6 +63,7 @@ class SaveHandle:
         self._on_differing = on_differing
         self._on_removed = on_removed
         self._first_reason = first_reason
+        self._on_failed = on_failed
         self._observed = observed
         self._reported: Abandoned | NotDurable | None = None
 
@@ -90,6 +93,7 @@ class SaveHandle:
         self._observe(outcome)
         self.on_decided()
         result: CheckpointError
+        kind: type[CheckpointError] = FencedError
         match outcome:
             case Published():
                 step = self.task.save.step
@@ -97,9 +101,14 @@ class SaveHandle:
                 return None
             case NotDurable(message):
                 result = NotDurableError(message, rank=self.task.rank, step=self.task.save.step)
-            case Abandoned() | Fenced():
+                kind = NotDurableError
+            case Abandoned(reason):
+                result = error_for(self.task.save, outcome)
+                kind = reason.error_class
+            case Fenced():
                 result = error_for(self.task.save, outcome)
         result.__cause__ = result.__cause__ or error
+        self._on_failed(result, kind)
         return result
 
     def free_slot(self) -> None:

@@ -1,17 +1,20 @@
-"""The events of one save on one rank: one start, and exactly one end, whatever happens to the save."""
+"""The events of one save on one rank, and its line in the log: one start and exactly one end, whatever happens."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 from ckpt.errors import CheckpointError
 from ckpt.events import SaveAbandoned, SavePublished, SaveStaged, SaveStarted
 from ckpt.observing import emit, is_observed, shortened
-from ckpt.saving.task import SharePublished
+from ckpt.saving.task import COORDINATOR, SharePublished
 from ckpt.storage.outcomes import Abandoned, Published, SaveOutcome
 
 __all__ = ["ObservedSave"]
+
+_log = logging.getLogger("ckpt")
 
 
 class ObservedSave:
@@ -31,6 +34,7 @@ class ObservedSave:
         self._staged_at = self._begin
         self._stall_s = 0.0
         self._nbytes = 0
+        self._all_bytes: Callable[[], int] = lambda: 0
         self._end: SavePublished | SaveAbandoned | None = None  # the one that is emitted
         self._ended = False
         all_observed.append(self)
@@ -42,8 +46,9 @@ class ObservedSave:
         """Whether the end was emitted."""
         return self._ended
 
-    def staged(self, times: dict[str, float], nbytes: Callable[[], int]) -> None:
-        """The share of this rank is staged."""
+    def staged(self, times: dict[str, float], nbytes: Callable[[], int], all_bytes: Callable[[], int]) -> None:
+        """The share of this rank is staged; the step has `all_bytes`, before compression."""
+        self._all_bytes = all_bytes
         self._stall_s = times["stall_s"]
         self._staged_at = times["begin"] + self._stall_s
         if is_observed():
@@ -64,6 +69,9 @@ class ObservedSave:
         seconds = max(at - self._begin, self._stall_s + write_s + sync_s)  # the clock may have been set meanwhile
         seconds = min(seconds, time.monotonic() - self._begin_monotonic)
         self._emit(SavePublished(at, self._rank, self._step, nbytes, seconds, queue_s, write_s, sync_s, rate, durable))
+        if self._rank == COORDINATOR and _log.isEnabledFor(logging.INFO):  # a line for the job, not for each rank
+            told = self._step, self._all_bytes(), seconds, self._stall_s
+            _log.info("step %d is published: %d bytes in %.3g s, of which training waited %.3g s", *told)
 
     def abandoned(self, by_rank: int | None, kind: str, cause: str) -> None:
         """The save was given up."""

@@ -227,6 +227,11 @@ class PlanCache:
         self._returns += step < self._last_step
         self._last_step = step
 
+    @property
+    def attempt(self) -> str:
+        """The name of the last attempt to save, the same on all ranks also if there is no session."""
+        return f"{self._last_step}.{self._attempt}.{self._returns}"
+
     def save_id(self) -> SaveId | None:
         """Return the save begun last: unique, and the same on all ranks. None before there is a session.
 
@@ -236,8 +241,7 @@ class PlanCache:
         """
         if self._session is None:
             return None
-        text = f"{self._last_step}.{self._attempt}.{self._returns}".encode()
-        nonce = hashlib.blake2b(text, key=self._session.nonce, digest_size=8).hexdigest()
+        nonce = hashlib.blake2b(self.attempt.encode(), key=self._session.nonce, digest_size=8).hexdigest()
         return SaveId(self._last_step, self._session.owner, nonce)
 
     def _plan(

@@ -152,7 +152,9 @@ def supersede(root: Root, token: int, branch: Branch, warn: Callable[[str], None
     continues, and then these are the only steps.
     """
     for step in superseded(root, token, branch):
-        why = f"is of another branch: training went on from step {branch.step}"
+        # -1 stands for no step: training that restored nothing comes before all steps.
+        began = "began anew" if branch.step == -1 else f"went on from step {branch.step}"
+        why = f"is of another branch: training {began}"
         _move_aside(root, token, step, "superseded", why, warn)
 
 

@@ -86,6 +86,10 @@ class Remover:
         finally:
             self._may_run.set()
 
+    def hurry(self) -> None:
+        """Delete what is waiting, also while `held`: a save may need its space. Any thread."""
+        self._may_run.set()
+
     def close(self) -> None:
         """Delete the rest at full speed, for some seconds at most. Idempotent."""
         self._deadline = time.monotonic() + _FINISH_S

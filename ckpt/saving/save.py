@@ -36,6 +36,7 @@ from ckpt.saving.plan_cache import PlanCache, PreparedState
 from ckpt.saving.recover import Branch
 from ckpt.saving.replicator import Replicator
 from ckpt.saving.root_claim import RootClaim
+from ckpt.saving.save_failures import SaveFailures
 from ckpt.saving.scheduled import Scheduled, wait_for_program
 from ckpt.saving.snapshots import HeldSnapshots
 from ckpt.saving.stage import StagedShare, Stager, StagingOptions
@@ -80,6 +81,7 @@ class Saver:
         keeper: Keeper,
         staging: StagingOptions,
         options: SaveOptions,
+        failures: SaveFailures,
         replicas: Snapshots | None = None,
         lingering: LingeringMemory | None = None,
     ) -> None:
@@ -88,6 +90,7 @@ class Saver:
         self._queue = queue
         self._slot_timeout_s = staging.slot_timeout_s
         self._options = options
+        self.failures = failures
         self.snapshots = HeldSnapshots(ranks)
         self._stager = Stager(ranks, staging, queue.wait_for_events, self.snapshots)
         self.replicator: Replicator | None = None
@@ -131,6 +134,7 @@ class Saver:
 
     def continue_from(self, branch: Branch, seen: int | None) -> None:
         """Let the next save claim the root anew and continue the step of `branch`. `seen` is a token seen since."""
+        self.failures.restored()
         self.root_claim.continue_from(branch, seen)
         self._plans.end_session()
 
@@ -203,6 +207,8 @@ class Saver:
             handle = undecided.handle = self._stage(prepared, save, begin, lineage, observed)
         except Exception as error:
             observed.failed(self._ranks.rank, error)
+            is_staging = self._plans.save_id() in self._in_flight
+            self.failures.note_call(error, self._plans.attempt, step, is_staging=is_staging)
             self._refused(error)
             raise
         task = handle.task
@@ -309,6 +315,7 @@ class Saver:
         """
         for observed in self._observed:
             observed.left("Interrupted", "a fault on this or another rank interrupted the save before it was staged")
+        self.failures.forget()
         self._ranks.forget()
         self._in_flight.clear()
         self._plans.forget()  # may be using the slots in a thread
@@ -316,11 +323,6 @@ class Saver:
         self.snapshots.forget_counts()
         if self.replicator is not None:
             self.replicator.forget()
-
-    @property
-    def steps_in_flight(self) -> set[int]:
-        """The steps whose saves are not known to be decided."""
-        return {save.step for save in self._in_flight}
 
     def close(self, ending: Deadline, *, linger: bool = False) -> None:
         """Release the root and the staging memory, in this time. The queue stays open: it is the Checkpointer's.
@@ -406,8 +408,9 @@ class Saver:
         staged = self._stager.stage(prepared, save, begin)
         if self._saves_are_snapshots:
             self._hold(prepared, save, staged, lineage)
-        plan = prepared.cached.layout.plan
-        observed.staged(staged.times, lambda: sum(file.nbytes for file in plan.files))
+        plan, index = prepared.cached.layout.plan, prepared.cached.save_plan.index
+        own_bytes, all_bytes = lambda: sum(file.nbytes for file in plan.files), lambda: sum(index.files().values())
+        observed.staged(staged.times, own_bytes, all_bytes)
         task = WriteTask(
             root=self._root.path,
             save=save,
@@ -435,15 +438,9 @@ class Saver:
             on_differing=lambda report: self._differing.warn(save.step, report.names, mixed=report.mixed),
             on_removed=self._removed,
             on_begun=lambda at_ns: self.timers.begin(at_ns, self._ranks.rank),
-            first_reason=functools.partial(self._first_reason, save),
+            first_reason=functools.partial(self.failures.first_reason, save.name),
+            on_failed=lambda error, kind: self.failures.note(error, kind, save.name, save.step),
         )
-
-    def _first_reason(self, save: SaveId, reason: Failure) -> Failure:
-        """Return why a save is abandoned, the same on all ranks: what the first rank said that knew it."""
-        if self._ranks.world_size == 1:
-            return reason
-        first = self._ranks.tell_first(save.name, reason.to_bytes().decode() if reason.is_known else None)
-        return reason if first is None else Failure.from_bytes(first)
 
     def _removed(self, report: StepsRemoved) -> None:
         if is_observed():

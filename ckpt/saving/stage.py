@@ -56,10 +56,6 @@ class StagingOptions:
     on_divergence: Tolerance = "error"
     snapshots: bool = False
 
-    def __post_init__(self) -> None:
-        if self.on_divergence not in ("error", "warn", "ignore"):
-            raise ValueError(f"on_divergence must be 'error', 'warn' or 'ignore', not {self.on_divergence!r}")
-
 
 @dataclass(frozen=True, slots=True)
 class StagedShare:

@@ -20,15 +20,19 @@ process group, and each nudges its writer. A nudge says nothing about the outcom
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 from ckpt.async_calls.context import WriterContext
 from ckpt.errors import CheckpointTimeoutError, StorageError
+from ckpt.ranks.late import LateRanks, described
+from ckpt.ranks.rounds import named
 from ckpt.saving.task import COORDINATOR, WriteTask
 from ckpt.storage.interface import Pending
 from ckpt.storage.leases import EXPIRY_S, HostWatch, Leases
+from ckpt.storage.names import pack_file
 from ckpt.storage.node_lock import NodeLock
 from inprocess.ipc.suspension import Suspension, starts_again
 
@@ -88,6 +92,11 @@ class LookSchedule:
         self._next: tuple[float, float] | None = None  # with the lock, without it
         self._pause_s = _FIRST_PAUSE_S
         self._soon_s = math.inf  # between looks after `look_soon`
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process looks for all of its node."""
+        return self._lock is None or self._held
 
     def is_due(self, now: float) -> bool:
         """Return whether to look now."""
@@ -187,6 +196,7 @@ class Waiting:
         self._alone_since: float | None = None
         self._check_at = self._begin
         self._host: HostWatch | None = None
+        self._late = LateRanks()
 
     def __iter__(self) -> Iterator[None]:
         suspension = Suspension()
@@ -224,6 +234,9 @@ class Waiting:
             self._context.progress()
         if now - self._begin >= self._task.options.commit_timeout_s:
             raise self._timeout()
+        if self._late.is_due(now - self._begin):
+            with contextlib.suppress(StorageError):  # of which the next probe tells
+                self._warn_of_late_ranks(now)
         if now >= self._probe_at:
             self._pending.root.check_writable()
             self._pending.check_token()
@@ -235,6 +248,34 @@ class Waiting:
             self.schedule.hurry(now)
             self._check_at = now + self._liveness_s
             self._check_others(now)
+
+    def _warn_of_late_ranks(self, now: float) -> None:
+        """Log which ranks are missing: the coordinator, or one process of each node if that has not begun the save.
+
+        Ranks that write are not late before half of the time is over: their storage may be slow.
+        """
+        rank, timeout_s, waited_s = self._task.rank, self._task.options.commit_timeout_s, now - self._begin
+        late = sorted(set(self._awaited()) - {rank})
+        if not late or (rank != COORDINATOR and (not self.schedule.leads or self._pending.has_begun())):
+            return
+        if waited_s < timeout_s / 2 and all(map(self._is_writing, late)):
+            return
+        ownership = self._pending.root.ownership
+        writers = {each.rank: each for each in ownership.leases(self._task.save.owner).writers()}
+
+        def known(other: int) -> str:
+            if (writer := writers.get(other)) is None:
+                return "has saved nothing since this job owns the root"
+            if not writer.has_trainer:
+                return "has left, or died"
+            doing = "is writing" if self._is_writing(other) else "has written nothing of this save"
+            return f"{doing}; its writer, {described(writer.process)}"
+
+        what = f"{self._what} of step {self._task.save.step} ({named(late)} missing)"
+        self._late.warn(rank, waited_s, timeout_s - waited_s, what, late, known)
+
+    def _is_writing(self, rank: int) -> bool:
+        return bool(self._pending.source.changed_s(pack_file(rank, 0)))
 
     def _check_others(self, now: float) -> None:
         rank = self._task.rank

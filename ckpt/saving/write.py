@@ -37,6 +37,7 @@ from ckpt.errors import (
 from ckpt.ranks.failure import Failure
 from ckpt.saving.for_readers import IN_PART, PlanFiles, files_of_plan
 from ckpt.saving.giving_up import Fenced, error_for, give_up
+from ckpt.saving.patience import Patience
 from ckpt.saving.publish import PartFile, publish
 from ckpt.saving.recover import Branch, supersede, superseded, take_over
 from ckpt.saving.remover import Remover
@@ -260,6 +261,10 @@ class ShareWriter:
         shared = own = self.pending.pack_writer(task.rank, threads=threads, reuse=task.options.retention.reuse_files)
         if self.packs is not None:
             own = self.packs.writer(task.save, task.rank, threads=threads)
+        remover = self._remover()
+        shared.tries_again = own.tries_again = Patience(
+            task.options.commit_timeout_s, self._progress if remover is None else remover.hurry
+        )
 
         def write_one(file: PlannedFile) -> WrittenFile:
             written = (shared if file.is_common else own).write(self._file_job(file))

@@ -34,6 +34,7 @@ _STALL_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 _SAVE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
 _RESTORE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
 _BYTES_PER_S = (1e7, 3e7, 1e8, 3e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2e10)
+_NO_FAILURE = ("Interrupted", "Left")  # the kinds of saves that a restart, or the end of the job, gave up
 _EXPORTING_RANK = 0  # which alone exports, copies and removes steps
 
 
@@ -64,6 +65,7 @@ def _outcomes(*values: str) -> tuple[str, tuple[str, ...]]:
 
 _STARTED = Metric("saves_started", "counter", "Saves that were called.")
 _SAVES = Metric("saves", "counter", "Saves that were decided, by outcome.", "1", *_outcomes("published", "abandoned"))
+_FAILED = Metric("failed_saves", "gauge", "Saves that have failed since the last one that was published.")
 _IN_FLIGHT = Metric("saves_in_flight", "gauge", "Saves that were called and are not decided yet.")
 _NEWEST = Metric("newest_step", "gauge", "The newest step that was published.", from_start="no rank")
 _NEWEST_TIME = Metric(
@@ -113,8 +115,9 @@ _MIRRORED = Metric(
 _DROPPED = Metric("events_dropped", "counter", "Events that these metrics do not count.")
 
 METRICS = (
-    _STARTED, _SAVES, _IN_FLIGHT, _NEWEST, _NEWEST_TIME, _STAGED, _WRITTEN, _STALL, _WRITE, _SAVE, _RATE, _RESTORES,
-    _RESTORED, _RESTORE, _DAMAGED, _RESTARTS, _RESTART, _LATE, _KEPT, _REMOVED, _EXPORTS, _COPIES, _MIRRORED, _DROPPED,
+    _STARTED, _SAVES, _FAILED, _IN_FLIGHT, _NEWEST, _NEWEST_TIME, _STAGED, _WRITTEN, _STALL, _WRITE, _SAVE, _RATE,
+    _RESTORES, _RESTORED, _RESTORE, _DAMAGED, _RESTARTS, _RESTART, _LATE, _KEPT, _REMOVED, _EXPORTS, _COPIES, _MIRRORED,
+    _DROPPED,
 )  # fmt: skip
 
 
@@ -132,6 +135,7 @@ class RankCounts:
     """The events so far of the process that has a rank."""
 
     in_flight: list[int] = field(default_factory=list)  # steps; one may be there twice
+    failed: int = 0  # saves in a row
     dropped: int = 0
     mirrored: int = 0  # the newest step
 
@@ -149,6 +153,8 @@ class RankCounts:
                 yield from self._published(event)
             case SaveAbandoned():
                 yield from self._decided(event.step, "abandoned")
+                self.failed += event.kind not in _NO_FAILURE
+                yield Sample(_FAILED, self.failed)
             case Restored():
                 yield Sample(_RESTORES, 1, "restored")
                 yield Sample(_RESTORE, event.seconds)
@@ -181,6 +187,8 @@ class RankCounts:
 
     def _published(self, event: SavePublished) -> Iterator[Sample]:
         yield from self._decided(event.step, "published")
+        self.failed = 0
+        yield Sample(_FAILED, 0)
         yield Sample(_NEWEST, event.step)
         yield Sample(_NEWEST_TIME, event.time)
         yield Sample(_WRITTEN, event.bytes)

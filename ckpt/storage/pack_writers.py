@@ -11,7 +11,7 @@ durable before `finish`. After an error the save cannot be completed; its files 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -23,7 +23,7 @@ from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_layout import PAGE_BYTES, checksum_to_bytes
 from ckpt.storage.compression import compressed
 from ckpt.storage.directories import make_directories
-from ckpt.storage.files import exists, holds, sync_files, write_new, write_pages
+from ckpt.storage.files import exists, holds, remove, sync_files, write_new, write_pages
 from ckpt.storage.links import refuse_link
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ALIGNMENT
@@ -84,6 +84,8 @@ class PackWriter:
     """
 
     def __init__(self, root: str, rank: int, *, threads: int = 8, reuse: bool = False) -> None:
+        self.tries_again: Callable[[StorageError], bool] = lambda error: False
+        """Called when a file could not be written, by any thread; returns whether to write it again, from the begin."""
         self._root = root
         self._rank = rank
         self._threads = threads
@@ -112,17 +114,45 @@ class PackWriter:
 
     def _store(self, number: int, pages: memoryview, nbytes: int) -> None:
         """Write the first `nbytes` of whole pages as a file of the pack."""
-        path, overwrite = self._place(pack_file(self._rank, number))
-        self._direct = write_pages(path, pages, nbytes, direct=self._direct, overwrite=overwrite)
-        self._files.append(path)
+
+        def write(path: str, overwrite: bool) -> bool:
+            self._direct = write_pages(path, pages, nbytes, direct=self._direct, overwrite=overwrite)
+            return True
+
+        self._write_file(pack_file(self._rank, number), write)
 
     def write_documents(self, documents: Mapping[str, bytes]) -> None:
         """Write documents, by their paths in the save. `StorageError` if that fails."""
         for name, data in documents.items():
-            path, overwrite = self._place(name)
-            if not (overwrite and holds(path, data)):
+
+            def write(path: str, overwrite: bool, data: bytes = data) -> bool:
+                if overwrite and holds(path, data):
+                    return False
                 write_new(path, data, replace=overwrite)
-                self._files.append(path)
+                return True
+
+            self._write_file(name, write)
+
+    def _write_file(self, name: str, write: Callable[[str, bool], bool]) -> None:
+        """Call ``write(path, overwrite)``, which returns whether it has written the file, until it does not fail.
+
+        Each attempt makes a new file: its sync tells of all that is in it. An error that the kernel has reported for
+        the file before may not be reported again.
+        """
+        path = os.path.join(self._root, name)
+        has_failed = False
+        while True:
+            try:
+                if has_failed:
+                    remove(path)
+                path, overwrite = self._place(name)
+                if write(path, overwrite):
+                    self._files.append(path)
+                return
+            except StorageError as error:
+                if not self.tries_again(error):
+                    raise
+                has_failed = True
 
     def finish(self) -> None:
         """Make everything written durable, including its directories. `StorageError` if that fails."""

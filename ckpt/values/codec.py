@@ -182,8 +182,8 @@ def _encode_other(value: Any, kind: type[Any], depth: int, inside_registered: bo
         return {"$": "numpy", "dtype": value.dtype.str, "base64": _base64(value.tobytes())}
     raise UnencodableError(
         f"a {name_of(kind)} cannot be stored; a state holds tensors, numpy arrays, objects with state_dict() and "
-        f"load_state_dict(), dicts and lists of these, numbers, strings and other standard values (see "
-        f"docs/format.md), and types given to ckpt.register_encoder"
+        "load_state_dict(), dicts and lists of these, numbers, strings, and other values of the standard library, such "
+        "as tuples, sets, paths, times, enums and Decimal; of other types those given to ckpt.register_encoder"
     )
 
 

@@ -48,19 +48,39 @@ class Process:
         start = _start_of(self.pid)
         return None if start == _HIDDEN else start == self.start
 
+    @property
+    def activity(self) -> str | None:
+        """What it does, according to /proc, as the end of a sentence; None if unknown."""
+        alive = self.alive
+        return "has ended" if alive is False else None if alive is None else _ACTIVITIES.get(_stat_of(self.pid)[:1])
 
+
+_ACTIVITIES = {
+    b"R": "is running",
+    b"S": "is waiting, in a call that can be interrupted",
+    b"D": "is waiting for a device or a file system",
+    b"T": "is stopped by a signal",
+    b"t": "is stopped by a debugger",
+}
 _HIDDEN = -1
 _KILLED_WAIT_S = 0.5
 
 
 def _start_of(pid: int) -> int | None:
     """Return when a process of this host started; None for a zombie or no process; `_HIDDEN` if /proc hides it."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stream:
-            state, *fields = stream.read().rpartition(b")")[2].split()
-    except OSError:
+    state, *fields = _stat_of(pid).split() or [b""]
+    if not state:
         return _HIDDEN if _exists(pid) else None
     return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def _stat_of(pid: int) -> bytes:
+    """Return /proc/PID/stat from the state on; nothing if it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            return stream.read().rpartition(b")")[2].strip()
+    except OSError:
+        return b""
 
 
 def _exists(pid: int) -> bool:

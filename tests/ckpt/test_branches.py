@@ -330,7 +330,9 @@ def test_a_warmup_does_not_hide_the_save_of_a_dead_run(tmp_path: Path, monkeypat
         assert state["number"] == 2.0
 
 
-def test_a_run_that_found_nothing_supersedes_what_an_earlier_one_published_since(tmp_path: Path) -> None:
+def test_a_run_that_found_nothing_supersedes_what_an_earlier_one_published_since(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ckpt.Checkpointer(tmp_path) as earlier, ckpt.Checkpointer(tmp_path) as later:
         earlier.warmup(_state(0.0))
         assert later.restore(_state(0.0)) is None
@@ -338,6 +340,7 @@ def test_a_run_that_found_nothing_supersedes_what_an_earlier_one_published_since
         save_here(later, _state(10.0), 10)
         save_here(later, _state(20.0), 20)
         assert later.all_steps() == [10, 20]
+    assert "step 20 is of another branch: training began anew; moved to" in caplog.text
     assert _restored(tmp_path) == (20, 20.0)
     with ckpt.open(tmp_path, 10) as first:
         assert first.summary["continues"] is None

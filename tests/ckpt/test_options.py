@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 
-_OPTIONS = (ckpt.Snapshots, ckpt.Staging, ckpt.Mirror, ckpt.ExportOptions)
+_OPTIONS = (ckpt.Snapshots, ckpt.Staging, ckpt.FailedSaves, ckpt.Mirror, ckpt.ExportOptions)
 
 
 def test_there_are_fourteen_arguments() -> None:
@@ -31,7 +31,7 @@ def test_there_are_fourteen_arguments() -> None:
         "read_only",
         "process_group",
         "queue",
-        "on_divergence",
+        "on_failed_save",
     ]
 
 
@@ -40,12 +40,12 @@ def test_completion_shows_what_a_user_calls(tmp_path: Path) -> None:
         assert {name for name in dir(checkpointer) if not name.startswith("_")} == {
             *("save", "async_save", "save_request", "snapshot", "step", "maybe_finalize", "warmup", "close"),
             *("restore", "recover", "register", "last_restore", "resume_step"),
-            *("all_steps", "latest_step", "current_step", "replicated_step", "delete", "pin", "unpin"),
+            *("all_steps", "latest_step", "current_step", "failed_steps", "replicated_step", "delete", "pin", "unpin"),
             *("root", "queue", "bridge"),
         }
 
 
-@pytest.mark.parametrize("name", ["keep_last", "keep_every", "snapshot_every", "replicas", "linger", "slots"])
+@pytest.mark.parametrize("name", ["keep_last", "snapshot_every", "replicas", "linger", "slots", "on_divergence"])
 def test_old_arguments_are_unknown(tmp_path: Path, name: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         ckpt.Checkpointer(tmp_path, **{name: 1})
@@ -144,7 +144,15 @@ _INVALID: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "storage_options": (_checkpointer(storage_options="key"), TypeError, "storage_options must be a dict"),
     "read_only": (_checkpointer(read_only="no"), TypeError, "read_only must be True or False, not 'no' (str)"),
     "queue": (_checkpointer(queue=object()), TypeError, "queue must be a ckpt.AsyncCallsQueue"),
-    "on_divergence": (_checkpointer(on_divergence="stop"), ValueError, "on_divergence must be 'error', 'warn' or"),
+    "on_failed_save": (_checkpointer(on_failed_save="stop"), ValueError, "on_failed_save must be 'raise', 'warn' or"),
+    "on_failed_save 3": (_checkpointer(on_failed_save=3), TypeError, "ckpt.FailedSaves(in_a_row=5, ...), not 3 (int)"),
+    "FailedSaves.in_a_row": (lambda: ckpt.FailedSaves(0), ValueError, "in_a_row must be a whole number of saves of at"),
+    "FailedSaves.longest": (lambda: ckpt.FailedSaves(longest="6h"), TypeError, "longest must be a number of seconds"),  # type: ignore[arg-type]
+    "Staging.on_divergence": (
+        lambda: ckpt.Staging(on_divergence="stop"),  # type: ignore[arg-type]
+        ValueError,
+        "Staging: on_divergence must be 'error', 'warn' or 'ignore', not 'stop'",
+    ),
     "Snapshots.every": (lambda: ckpt.Snapshots("1"), TypeError, "Snapshots: every must be a whole number of steps"),  # type: ignore[arg-type]
     "Snapshots.replicas": (lambda: ckpt.Snapshots(replicas=2), ValueError, "Snapshots: replicas must be 0 or 1"),  # type: ignore[arg-type]
     "Snapshots.host": (lambda: ckpt.Snapshots(host="::1"), ValueError, "host is about replicas, and there are none"),

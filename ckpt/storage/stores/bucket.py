@@ -51,7 +51,10 @@ _HINTS = {
     "InvalidAccessKeyId": "the access key is unknown; check the credentials",
     "RequestTimeTooSkewed": "the clock of this host is off; correct it",
     "SignatureDoesNotMatch": "the secret key is wrong; check the credentials",
-    "AccessDenied": "the credentials do not allow this; docs/object_stores.md has the policy that is needed",
+    "AccessDenied": (
+        "the credentials do not allow this; a job needs s3:ListBucket, and below the root s3:GetObject, s3:PutObject, "
+        "and s3:DeleteObject"
+    ),
     "SlowDown": "the store asks for fewer requests, for longer than the timeout; use fewer prefixes per bucket",
 }
 

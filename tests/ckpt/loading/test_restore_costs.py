@@ -298,9 +298,9 @@ def _agreements(rank: int, world_size: int, root: Path) -> dict[str, int]:
             counts[what] = len(calls)
 
         for name, state in (("tensors", plain), ("objects", objects)):
-            with Checkpointer(root / name, on_divergence="ignore") as checkpointer:
+            with Checkpointer(root / name, staging=Staging(on_divergence="ignore")) as checkpointer:
                 save_here(checkpointer, state, 5)
-            with Checkpointer(root / name, snapshots=5, on_divergence="ignore") as checkpointer:
+            with Checkpointer(root / name, snapshots=5, staging=Staging(on_divergence="ignore")) as checkpointer:
                 count(f"{name} from storage", checkpointer, state)
                 state["step"] = 4
                 count(f"{name} and a value", checkpointer, state)
@@ -338,7 +338,7 @@ def _plans_made(rank: int, world_size: int, root: Path) -> list[tuple[int, bool]
 
     state: dict[str, Any] = {f"of {rank}": torch.arange(1000.0) + rank, "shared": torch.ones(5), "step": 1}
     found = []
-    checkpointer = Checkpointer(root, snapshots=1, on_divergence="ignore")
+    checkpointer = Checkpointer(root, snapshots=1, staging=Staging(on_divergence="ignore"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_cache, "make_save_plan", counted)
 
@@ -363,7 +363,7 @@ def _plans_made(rank: int, world_size: int, root: Path) -> list[tuple[int, bool]
         after_fault(2)
         if rank == 1:  # is replaced
             checkpointer.close()
-            checkpointer = Checkpointer(root, snapshots=1, on_divergence="ignore")
+            checkpointer = Checkpointer(root, snapshots=1, staging=Staging(on_divergence="ignore"))
         else:
             checkpointer.bridge.recover_from_fault(timedelta(seconds=10))
         after_fault(3)

@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import ckpt
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.stores.interface import Store
 from ckpt.storage.stores.opening import open_store
+from tests.ckpt.crash.killers import wait_until
 from tests.support import launch_ranks, run_ranks
 from tests.support.object_server import Bucket, Request, S3Server, slow_down
 from tests.support.selection import full_only
@@ -141,6 +143,38 @@ def test_a_bucket_that_is_gone(bucket: Bucket, queue: ckpt.AsyncCallsQueue) -> N
         bucket.proxy.rule = lambda request: None
         checkpointer.save(_state(3), 3)
         assert checkpointer.all_steps() == [1, 3]
+
+
+def _train_while_the_store_is_away(rank: int, world_size: int, url: str, away: str, back: str) -> Any:
+    """As a training loop does, without a `try`."""
+    answers = []
+    with ckpt.Checkpointer(url, timeout=timedelta(seconds=16), on_failed_save="warn") as checkpointer:
+        for step in (1, 2, 3):
+            if step > 1:
+                print(f"at {step}", flush=True)
+                wait_until(Path(away if step == 2 else back).exists, "the store to be away, or back")
+            checkpointer.async_save(_state(step), step)
+            answers.append((checkpointer.maybe_finalize(blocking=True), checkpointer.failed_steps))
+        return [*answers, checkpointer.all_steps()]
+
+
+@pytest.mark.timeout(90)
+def test_training_goes_on_while_the_store_is_away(bucket: Bucket, tmp_path: Path) -> None:
+    """Each connection is broken off, of both ranks, for longer than the library repeats requests."""
+    away, back = tmp_path / "away", tmp_path / "back"
+    arguments = bucket.url, str(away), str(back)
+    with launch_ranks(_train_while_the_store_is_away, 2, *arguments, env=bucket.env) as group:
+        for rank in (0, 1):
+            group.wait_for_output(rank, "^at 2")
+        bucket.proxy.rule = lambda request: "reset"
+        away.touch()
+        for rank in (0, 1):
+            group.wait_for_output(rank, "^at 3", timeout=60)
+        bucket.proxy.rule = lambda request: None
+        back.touch()
+        for result in group.wait():
+            assert result.value == [([1], []), ([], [2]), ([3], []), [1, 3]]
+    assert ckpt.load(bucket.url)["step"] == 3
 
 
 _REFUSED = {

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import textwrap
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -144,18 +143,6 @@ def test_root_that_is_a_file(tmp_path: Path, world_size: int) -> None:
         assert rank == 0 or failed["rank"] == 0
         assert failed["waited_s"] < _AT_ONCE_S
         assert after == {"finalized": [2]}
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", path], capture_output=True)
-    if made.returncode:
-        pytest.skip("not allowed to mount a file system")
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,0 +1,54 @@
+"""`LateRanks`: the warning of a process that waits for other ranks, long before its time is over.
+
+All waits of ranks for each other use it: meetings (`rounds`), and writers (`ckpt.saving.waiting`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from inprocess.ipc.process import Process
+
+__all__ = ["LateRanks", "described"]
+
+_log = logging.getLogger("ckpt")
+
+_FIRST_S = 30.0
+_DESCRIBED = 4  # ranks
+
+
+class LateRanks:
+    """When a wait that goes on is to be told of: after half a minute, then each time that it has doubled."""
+
+    def __init__(self) -> None:
+        self._next_s = _FIRST_S
+
+    def is_due(self, waited_s: float) -> bool:
+        """Return whether to look, after a wait of so long, which ranks are missing; once each time."""
+        if waited_s < self._next_s:
+            return False
+        self._next_s = 2 * waited_s
+        return True
+
+    def stop(self) -> None:
+        """Let another process tell of it."""
+        self._next_s = float("inf")
+
+    def warn(
+        self, rank: int, waited_s: float, left_s: float, what: str, late: Sequence[int], known: Callable[[int], str]
+    ) -> None:
+        """Log that `rank` waits for `what`, which ranks are late, and what is `known` of the first of them."""
+        told = [f"rank {each} {known(each)}" for each in late[:_DESCRIBED]]
+        others = f"; {len(late) - len(told)} more are late" if len(late) > len(told) else ""
+        _log.warning(
+            "rank %d has waited %.0f s for %s, and waits %.0f s more: %s%s. Every rank must call save, warmup and "
+            "restore, in the same order",
+            *(rank, waited_s, what, left_s, "; ".join(told), others),
+        )
+
+
+def described(process: Process) -> str:
+    """Return what a process does, as far as it is known here."""
+    activity = process.activity if process.is_here else "is on another node"
+    return f"process {process.pid} {activity or 'is hidden'}"
