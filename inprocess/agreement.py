@@ -231,8 +231,15 @@ class Agreement(Reports):
         return () if reason is None else parse_reason(reason.decode())
 
     @staticmethod
-    def announce_newcomer(base_store: StoreVerbs, initial_rank: int) -> None:
-        """Announce that a process waits to be named in the next roster. It has to check whether that names it."""
+    def announce_newcomer(base_store: StoreVerbs, initial_rank: int, places: int) -> None:
+        """Announce that a process waits to be named in the next roster. It has to check whether that names it.
+
+        `places` is how many ranks the job began with. One that waits in the same place has died: the launcher starts
+        one process after the other there. It is not named any more.
+        """
+        for earlier in Agreement.newcomers(base_store) - {initial_rank}:
+            if earlier % places == initial_rank % places:
+                base_store.arrive(_DEPARTED, str(earlier))
         base_store.arrive(_JOINING, str(initial_rank))
 
     @staticmethod

@@ -47,7 +47,7 @@ DETAIL_CHARS = 24 << 10
 
 
 class Interruption(enum.Enum):
-    """Kinds of faults that restart the job."""
+    """Kinds of faults that restart the job; and NEWCOMER: a process that is ready to join."""
 
     EXCEPTION = enum.auto()
     BASE_EXCEPTION = enum.auto()
@@ -56,6 +56,7 @@ class Interruption(enum.Enum):
     TERMINATED = enum.auto()
     UNRESPONSIVE = enum.auto()
     MONITOR_PROCESS_EXCEPTION = enum.auto()
+    NEWCOMER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,6 +257,8 @@ class RestartProtocol:
         assert state.rank is not None
         self._agreement = services.agreement(state.iteration, state.world_size)
         self._agreement.publish_rank(self._initial_rank, state.rank)
+        if state.rank == 0 and state.active_world_size is not None:
+            self._agreement.report_active_size(state.active_world_size)
         services.monitor_process.start_iteration(state.rank, state.world_size, state.iteration)
         services.progress_watchdog.reset()
         state.store = services.iteration_store(state.iteration)
