@@ -145,7 +145,7 @@ class Agreement(Reports):
     # -- reason --------------------------------------------------------------------------------------------------------
 
     def last_call(self, initial_rank: int, wait_s: float) -> tuple[InterruptionRecord, ...]:
-        """Return why the iteration was interrupted: the same on all ranks; one fault of each kind with its details.
+        """Return why the iteration was interrupted: the same on all ranks; each distinct fault once with its details.
 
         Waits until every process has arrived here or departed, at most `wait_s`, so that the reports of one incident
         are listed together.

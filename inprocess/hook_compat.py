@@ -154,7 +154,6 @@ class Numbering:
             )
         return ctx
 
-
     def active_of(self, world_size: int) -> int | None:
         """Return how many of so many live ranks would be active; None if a member cannot know that before.
 

@@ -78,7 +78,6 @@ class Hooks:
             )
         return assigned
 
-
     def active_of(self, world_size: int) -> int | None:
         """Return how many of so many live ranks would be active, by the rank assignment; None if it cannot know."""
         return self._numbering.active_of(world_size)

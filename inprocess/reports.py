@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.attribution import Interruption, InterruptionRecord, distinct_faults
 from inprocess.blame import Position
 from inprocess.coordination.namespace import PrefixView
 from inprocess.reasons import parse_records
@@ -70,11 +70,10 @@ class Reports:
         return InterruptionRecord(rank, Interruption.SOFT_TIMEOUT, summary.decode(errors="replace"))
 
     def _with_details(self, records: Sequence[InterruptionRecord]) -> tuple[InterruptionRecord, ...]:
-        """Return the records, the first of each kind with its details."""
-        first = {record.interruption: record for record in reversed(records)}
+        """Return the records, one of each distinct fault with its details."""
         detailed = {
             record: replace(record, detail=self.store.get(_detail_key(record)).decode(errors="replace"))
-            for record in first.values()
+            for record in distinct_faults(records)
             if self.store.check([_detail_key(record)])
         }
         return tuple(detailed.get(record, record) for record in records)

@@ -24,7 +24,6 @@ from inprocess.rank_assignment import (
 )
 from inprocess.rank_filter import MaxActiveWorldSize as ClassicMaxActiveWorldSize
 from inprocess.settings import RejoinPolicy
-from inprocess.state import State
 
 LONG_S = 20.0
 
