@@ -80,6 +80,13 @@ class InterruptionRecord:
     detail: str = field(default="", compare=False)
     place: str = field(default="", compare=False)
 
+    @property
+    def fault(self) -> tuple[str, ...]:
+        """The fault, the same on all ranks that have it: the kind; of an exception also the type and the place."""
+        if self.interruption is not Interruption.EXCEPTION:
+            return (self.interruption.name,)
+        return (self.interruption.name, self.summary.partition(":")[0], self.place)
+
     def __str__(self) -> str:
         """Return the text form: one line of JSON, which `from_str` reads."""
         return json.dumps({**asdict(self), "interruption": self.interruption.name})
@@ -169,9 +176,7 @@ def distinct_faults(records: Iterable[InterruptionRecord]) -> list[InterruptionR
     """
     first: dict[tuple[str, ...], InterruptionRecord] = {}
     for record in without_consequences(records):
-        is_exception = record.interruption is Interruption.EXCEPTION
-        place = (record.summary.partition(":")[0], record.place) if is_exception else ()
-        first.setdefault((record.interruption.name, *place), record)
+        first.setdefault(record.fault, record)
     return list(first.values())[:_MOST_DISTINCT]
 
 

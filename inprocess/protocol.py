@@ -332,7 +332,7 @@ class RestartProtocol:
     def _log_if_left_out(self, error: BaseException) -> None:
         """Log the traceback of an exception of this rank that came too late to be among the faults of all ranks."""
         record = InterruptionRecord.of_exception(error, self.state.rank, Interruption.EXCEPTION)
-        if record not in self._records:
+        if record.fault not in [each.fault for each in self._records]:
             _log.error("%s failed, too:\n%s", self, record.detail)
 
     # -- after a fault -------------------------------------------------------------------------------------------------
