@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "Closed",
     "Event",
     "EventsDropped",
     "ExportDone",
@@ -38,6 +39,7 @@ __all__ = [
     "SnapshotNotReplicated",
     "SnapshotReplicated",
     "SnapshotStaged",
+    "Stopped",
     "from_document",
     "to_document",
 ]
@@ -198,6 +200,28 @@ class Restarted(Event):
     cause: str
     fault_time: float | None
     step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped(Event):
+    """Training stops because it was asked to (`PreemptionWatcher`); usually the job is started again later.
+
+    step: after which all ranks stop
+    cause: the request, such as "signal SIGTERM"
+    """
+
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed(Event):
+    """A `Checkpointer` was closed, with all its saves decided and without an exception: its work is done.
+
+    process: the process, by a name that no other one has
+    """
+
+    process: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ from typing import Any, NoReturn, Protocol, Self
 
 from ckpt.arguments import duration
 from ckpt.errors import CheckpointError
+from ckpt.events import Stopped
+from ckpt.observing import emit
 from ckpt.ranks.distributed import torch_distributed
 from ckpt.ranks.stop import Outcome, StopAgreement, StopRequest
 from ckpt.signal_pipe import SignalPipe, signal_name
@@ -109,7 +111,9 @@ class PreemptionWatcher(Uncopied):
         how long before. If half of the time is over without an agreement, because a rank does not answer, all ranks
         leave at once. A second request does nothing but shorten the time, on its rank, if its own ends earlier.
 
-        `exit_code` is the exit code of a process that has to be started again; the default is EX_TEMPFAIL (75).
+        `exit_code` is the exit code of a process that has to be started again; the default is EX_TEMPFAIL (75). If the
+        save at the stop fails and no other step of this run is published, it is EX_IOERR (74): to start the job again
+        would repeat that.
         `interval` is how often each rank looks for the request of another one, less often with thousands of ranks.
 
         A handler that a signal had before is called after ours; default actions and SIG_IGN are not carried out. Forked
@@ -138,6 +142,8 @@ class PreemptionWatcher(Uncopied):
         self._is_alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
         self._looked_at = time.monotonic()
         self._has_stopped = False
+        self._began_at: tuple[int | None] | None = None  # the step that training began with
+        self._is_in_vain = False  # the save at the stop has failed, and no step is published since the beginning
         self._is_closed = False
         self._closing = threading.Event()
         self._asked = threading.Event()
@@ -159,6 +165,8 @@ class PreemptionWatcher(Uncopied):
         lower). While no rank is asked it takes microseconds. It waits for other ranks only at the step that is
         proposed for the stop, for a fraction of a second. If the ranks leave without a common step it does not return.
         """
+        if self._began_at is None:
+            self._began_at = (self._checkpointer.current_step,)
         member = self._current_member()
         if member is None:
             stops = self._is_alone and self._why is not None
@@ -170,6 +178,7 @@ class PreemptionWatcher(Uncopied):
         if stops and not self._has_stopped:
             self._has_stopped = True
             _log.warning("all ranks stop after step %d: %s", step, self._why)
+            emit(Stopped(time.time(), self._own_rank(), step, self._why or ""))
         return stops
 
     def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
@@ -187,10 +196,19 @@ class PreemptionWatcher(Uncopied):
         if self._checkpointer.current_step == step:
             return True
         try:
-            return self._checkpointer.save(state, step, metrics=metrics)
+            saved = self._checkpointer.save(state, step, metrics=metrics)
         except CheckpointError as error:
             _log.error("step %d cannot be saved before the end; the newest published step stands: %s", step, error)
-            return False
+            saved = False
+        self._is_in_vain = not saved and (self._checkpointer.current_step,) == (self._began_at or (None,))
+        if self._has_stopped and self._is_in_vain:
+            _log.error(
+                "nothing of this run is published: the exit code is %d, not %d, as the next run would do all of it again; "
+                "make room or repair the root before it is started",
+                self.exit_code,
+                self._exit_code,
+            )
+        return saved
 
     @property
     def requested(self) -> str | None:
@@ -199,8 +217,13 @@ class PreemptionWatcher(Uncopied):
 
     @property
     def exit_code(self) -> int:
-        """The exit code for this process: that of the constructor if `should_stop` was True, else 0."""
-        return self._exit_code if self._has_stopped else 0
+        """The exit code for this process: that of the constructor if `should_stop` was True, else 0.
+
+        EX_IOERR (74) after a stop at which `save` returned False, if this run has published nothing.
+        """
+        if not self._has_stopped:
+            return 0
+        return os.EX_IOERR if self._is_in_vain else self._exit_code
 
     def request(self, why: str, left: timedelta | None = None) -> None:
         """Ask all ranks to stop. Any thread. `left` is the time until this process has to end (default: `notice`)."""

@@ -145,7 +145,7 @@ class Agreement(Reports):
     # -- reason --------------------------------------------------------------------------------------------------------
 
     def last_call(self, initial_rank: int, wait_s: float) -> tuple[InterruptionRecord, ...]:
-        """Return why the iteration was interrupted: the same on all ranks; one fault of each kind with its details.
+        """Return why the iteration was interrupted: the same on all ranks; each distinct fault once with its details.
 
         Waits until every process has arrived here or departed, at most `wait_s`, so that the reports of one incident
         are listed together.
@@ -231,8 +231,15 @@ class Agreement(Reports):
         return () if reason is None else parse_reason(reason.decode())
 
     @staticmethod
-    def announce_newcomer(base_store: StoreVerbs, initial_rank: int) -> None:
-        """Announce that a process waits to be named in the next roster. It has to check whether that names it."""
+    def announce_newcomer(base_store: StoreVerbs, initial_rank: int, places: int) -> None:
+        """Announce that a process waits to be named in the next roster. It has to check whether that names it.
+
+        `places` is how many ranks the job began with. One that waits in the same place has died: the launcher starts
+        one process after the other there. It is not named any more.
+        """
+        for earlier in Agreement.newcomers(base_store) - {initial_rank}:
+            if earlier % places == initial_rank % places:
+                base_store.arrive(_DEPARTED, str(earlier))
         base_store.arrive(_JOINING, str(initial_rank))
 
     @staticmethod

@@ -8,6 +8,7 @@ import os
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from types import TracebackType
 
 __all__ = [
@@ -15,8 +16,10 @@ __all__ = [
     "Interruption",
     "InterruptionRecord",
     "compact_ranks",
+    "distinct_faults",
     "format_interruptions",
     "is_bystander",
+    "logged_by",
     "parse_ranks",
     "rank_ranges",
     "short_path",
@@ -26,6 +29,7 @@ __all__ = [
 _VERBOSE_ENV = "INPROCESS_VERBOSE_RANKS"
 _LISTED_RANKS = 8
 _SUMMARY_CHARS = 500
+_MOST_DISTINCT = 16
 
 _LOST_CONNECTION = (
     "connection closed by peer",
@@ -47,7 +51,7 @@ DETAIL_CHARS = 24 << 10
 
 
 class Interruption(enum.Enum):
-    """Kinds of faults that restart the job."""
+    """Kinds of faults that restart the job; and NEWCOMER: a process that is ready to join."""
 
     EXCEPTION = enum.auto()
     BASE_EXCEPTION = enum.auto()
@@ -56,6 +60,10 @@ class Interruption(enum.Enum):
     TERMINATED = enum.auto()
     UNRESPONSIVE = enum.auto()
     MONITOR_PROCESS_EXCEPTION = enum.auto()
+    NEWCOMER = enum.auto()
+
+
+_SURVIVED = (Interruption.EXCEPTION, Interruption.SOFT_TIMEOUT, Interruption.NEWCOMER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,13 @@ class InterruptionRecord:
     summary: str = field(default="", compare=False)
     detail: str = field(default="", compare=False)
     place: str = field(default="", compare=False)
+
+    @property
+    def fault(self) -> tuple[str, ...]:
+        """The fault, the same on all ranks that have it: the kind; of an exception also the type and the place."""
+        if self.interruption is not Interruption.EXCEPTION:
+            return (self.interruption.name,)
+        return (self.interruption.name, self.summary.partition(":")[0], self.place)
 
     def __str__(self) -> str:
         """Return the text form: one line of JSON, which `from_str` reads."""
@@ -151,6 +166,24 @@ def without_consequences(records: Iterable[InterruptionRecord]) -> list[Interrup
         if record.interruption is not Interruption.EXCEPTION or not _is_lost_connection(record.summary)
     ]
     return causes or records
+
+
+def distinct_faults(records: Iterable[InterruptionRecord]) -> list[InterruptionRecord]:
+    """Return one record of each distinct fault, the first: those whose tracebacks or stacks are worth reading.
+
+    Exceptions of the same type at the same place are one fault, on however many ranks; so are faults of each other
+    kind. Consequences of other faults are left out.
+    """
+    first: dict[tuple[str, ...], InterruptionRecord] = {}
+    for record in without_consequences(records):
+        first.setdefault(record.fault, record)
+    return list(first.values())[:_MOST_DISTINCT]
+
+
+def logged_by(record: InterruptionRecord, records: Iterable[InterruptionRecord]) -> int:
+    """Return the rank that logs the details of a record: its own, or the lowest that is left if that rank is gone."""
+    gone = {each.rank for each in records if each.interruption not in _SURVIVED}
+    return record.rank if record.rank not in gone else next(rank for rank in count() if rank not in gone)
 
 
 def _is_lost_connection(summary: str) -> bool:

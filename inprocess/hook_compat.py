@@ -154,6 +154,17 @@ class Numbering:
             )
         return ctx
 
+    def active_of(self, world_size: int) -> int | None:
+        """Return how many of so many live ranks would be active; None if a member cannot know that before.
+
+        Members that do not say it, such as functions, are taken to activate all.
+        """
+        size: int | None = world_size
+        for member in self.assignments + self.filters:
+            if size is not None and isinstance(member.call, RankAssignment | RankFilter):
+                size = member.call.active_of(size)
+        return size
+
 
 def _inspected(role: Role, hook: Callable[..., Any] | None) -> Iterator[_Member]:
     """Yield the members of a hook in the order they are to be called."""

@@ -78,6 +78,10 @@ class Hooks:
             )
         return assigned
 
+    def active_of(self, world_size: int) -> int | None:
+        """Return how many of so many live ranks would be active, by the rank assignment; None if it cannot know."""
+        return self._numbering.active_of(world_size)
+
 
 def _check(hook: StateHook, state: FrozenState) -> None:
     try:

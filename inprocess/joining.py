@@ -1,14 +1,15 @@
-"""Newcomers: processes that join a running job, and take part from the next restart on.
+"""Newcomers: processes that join a running job, at its next restart, for which they ask if they are needed.
 
     newcomer                                       the ranks of the job, in iteration i
     arrives in the set of newcomers        ---->
-    waits for the roster of iteration i    <----   a fault: the roster of iteration i names the newcomer
+    interrupts iteration i, see `Rejoin`   ---->   restart; or a fault comes before
+    waits for the roster of iteration i    <----   the roster of iteration i names the newcomer
     counts as a spare of iteration i, with the rank after the last one
     gets its rank in iteration i + 1 together with all others
 
-So no process waits for a newcomer, and one that dies before it is named costs nothing. Its initial rank is one that no
-process of the job ever had. One that comes before all ranks have met does not wait: it is the rank in whose place it
-was started; see `monitoring`.
+So no process waits for a newcomer, and one that dies before it is named costs nothing: only a live one asks. Its
+initial rank is one that no process of the job ever had. One that comes before all ranks have met does not wait: it is
+the rank in whose place it was started; see `monitoring`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inprocess.agreement import Agreement, IterationOutcome
-from inprocess.attribution import InterruptionRecord
+from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination.namespace import RestartIndex
 from inprocess.exception import RestartError, StaleViewError, StoreLostError
 from inprocess.repetition import FaultHistory
+from inprocess.settings import RejoinPolicy
 from inprocess.state import Mode, State
 
-__all__ = ["JOIN", "JOINED_FILE", "Newcomer", "Place", "newcomer_from_environment"]
+__all__ = ["JOIN", "JOINED_FILE", "Newcomer", "Place", "Rejoin", "newcomer_from_environment"]
 
 JOIN = "INPROCESS_JOIN"
 """The environment variable with the initial rank of a newcomer, a number that no process of the job ever had.
@@ -38,6 +40,7 @@ JOINED_FILE = "INPROCESS_JOINED_FILE"
 """The environment variable with the path of a file that a newcomer creates as soon as it belongs to the job."""
 
 _CHUNK_S = 1.0
+_GATHER_S = 5.0  # processes that were lost together are replaced together, and their imports take unequally long
 _SILENT = 2  # heartbeat timeouts without a heartbeat of rank 0, after which the job counts as lost
 
 
@@ -62,6 +65,50 @@ class Place:
         state.mode, state.active_rank, state.interruptions = Mode.INACTIVE, None, self.interruptions
 
 
+class Rejoin:
+    """Decides when a newcomer interrupts the job, so that it restarts with it. One object per newcomer.
+
+    It does if that makes more ranks active, but not more than at the start of the job: a process that would only be a
+    spare waits for the next restart. With a `policy` of no delay it waits for others that may come, until the job has
+    as many ranks as at its start (`places`), or none has come for some seconds. `active_of` is that of the hooks. Once
+    the function has returned on an active rank, there is nothing to restart for.
+    """
+
+    def __init__(
+        self,
+        policy: RejoinPolicy,
+        places: int,
+        active_of: Callable[[int], int | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.places = places
+        self._policy = policy
+        self._active_of = active_of
+        self._clock = clock
+        self._ready_s = self._last_s = clock()
+        self._waiting: set[int] = set()
+
+    def is_due(self, agreement: Agreement) -> bool:
+        """Return whether to interrupt this iteration now."""
+        delay_s = self._policy.delay_s
+        if delay_s is None:
+            return False
+        now, waiting = self._clock(), Agreement.newcomers(agreement.store.base_store)
+        if waiting - self._waiting:
+            self._last_s = now
+        self._waiting = waiting
+        live, sizes = agreement.world_size, agreement.active_sizes()
+        if live is None or sizes is None or sizes[0] >= sizes[1] or agreement.wait_done(0.0):
+            return False
+        is_complete = live + len(waiting) >= self.places
+        before, after = self._active_of(live), self._active_of(live + len(waiting))
+        if not (is_complete if before is None or after is None else after > before):
+            return False
+        if delay_s > 0:
+            return now - self._ready_s >= delay_s
+        return is_complete or now - self._last_s >= _GATHER_S
+
+
 @dataclass(frozen=True)
 class Newcomer:
     """This process, if the environment says that it is to join a running job."""
@@ -70,14 +117,14 @@ class Newcomer:
     joined_file: str | None
 
     def wait_for_place(
-        self, store: Any, agreements: Callable[[int], Agreement], heartbeat_timeout_s: float
+        self, store: Any, agreements: Callable[[int], Agreement], heartbeat_timeout_s: float, rejoin: Rejoin
     ) -> Place | None:
         """Announce this process, and wait until it is named in a roster; None if the job is completed instead.
 
         `store` is the whole store of the job, `agreements` makes the agreement of an iteration. Main thread; returns to
         bytecode every second. StoreLostError if the store is lost, or no process of the job is left.
         """
-        Agreement.announce_newcomer(store, self.initial_rank)
+        Agreement.announce_newcomer(store, self.initial_rank, rejoin.places)
         signs = _LifeSigns(_SILENT * heartbeat_timeout_s)
         index = RestartIndex(store)
         while True:
@@ -88,12 +135,21 @@ class Newcomer:
                     return place
             with contextlib.suppress(StaleViewError):
                 agreement = agreements(iteration)
+                if rejoin.is_due(agreement):
+                    self._interrupt(agreement, rejoin.places)
                 outcome = agreement.wait_outcome(_CHUNK_S)
                 if outcome is IterationOutcome.COMPLETED:
                     return None
                 if outcome is IterationOutcome.INTERRUPTED:
                     agreement.wait_for_roster(_CHUNK_S)
                 signs.note((iteration, outcome, agreement.heartbeat_of(0)))
+
+    def _interrupt(self, agreement: Agreement, places: int) -> None:
+        """Make the others restart. The record has the rank that this process has in the roster, as a spare."""
+        waiting = Agreement.newcomers(agreement.store.base_store)
+        rank = (agreement.world_size or 0) + sum(other < self.initial_rank for other in waiting)
+        summary = f"a process in the place of initial rank {self.initial_rank % places} is ready to join"
+        agreement.interrupt(InterruptionRecord(rank, Interruption.NEWCOMER, summary))
 
     def _place_in(self, agreement: Agreement) -> Place | None:
         roster = agreement.find_roster()

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from inprocess.agreement import Agreement, IterationOutcome
-from inprocess.attribution import DETAIL_CHARS, InterruptionRecord, format_interruptions
+from inprocess.attribution import DETAIL_CHARS, InterruptionRecord, format_interruptions, logged_by
 from inprocess.blame import position_of
 from inprocess.exception import RankShouldRestart, StaleViewError, StoreError, TimeoutError
 from inprocess.ipc.threads import JoinableThread
@@ -181,7 +181,7 @@ class MonitorThread:
         reason = format_interruptions(self.records) if self.failure is None else str(self.failure)
         _log.warning("iteration %d is interrupted: %s", self.state.iteration, reason)
         for record in self.records:
-            if record.detail:
+            if record.detail and logged_by(record, self.records) == self.state.rank:
                 _log.error("%s on rank %d:\n%s", record.interruption.name, record.rank, record.detail)
         exception_type = _with_message(f"iteration {self.state.iteration} is interrupted: {reason}")
         with self.atomic_lock.hold(_LOCK_WARNING_S, self._warn_about_lock):

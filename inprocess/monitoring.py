@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -25,13 +26,13 @@ from inprocess.coordination.claims import RankSlot
 from inprocess.coordination.rendezvous import Rendezvous, new_access
 from inprocess.coordination.server_process import ServerProcess
 from inprocess.exception import RestartError, StaleViewError
-from inprocess.joining import Newcomer, Place
+from inprocess.joining import Newcomer, Place, Rejoin
 from inprocess.main_thread.stacks import StackReporter
 from inprocess.monitor_process.job_store import describe_store, iteration_store
 from inprocess.monitor_process.messages import WatchRank
 from inprocess.monitor_process.sibling import heartbeat_interval_s
 from inprocess.monitor_process.supervised import MonitorProcess
-from inprocess.settings import Settings
+from inprocess.settings import RejoinPolicy, Settings
 from inprocess.state import State
 from inprocess.store import EtcdStore, TCPStore
 
@@ -46,7 +47,8 @@ class Monitoring:
     """The monitor `process` of one call on one rank, and the `store`; a context manager, see the module.
 
     `state` is that of the call and may change. The monitor process reads the rank's stacks and sections from `stacks`
-    and `sections_fd`. `place` is that of a newcomer. `takes_part` is false if the job was completed without it.
+    and `sections_fd`. `active_of` is that of the hooks. `place` is that of a newcomer. `takes_part` is false if the job
+    was completed without it.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class Monitoring:
         state: State,
         stacks: StackReporter,
         sections_fd: int | None,
-        newcomer: Newcomer | None = None,
+        newcomer: Newcomer | None,
+        active_of: Callable[[int], int | None],
     ) -> None:
         self.store: Any = None
         self.place: Place | None = None
         self.takes_part = newcomer is None
         self._newcomer = newcomer
+        self._rejoin = Rejoin(RejoinPolicy.from_text(settings.rejoin), state.world_size, active_of)
         self.first_token = 0  # of iteration 0
         self._settings = settings
         self._state = state
@@ -119,6 +123,7 @@ class Monitoring:
             self.store,
             lambda iteration: self.agreement(iteration, None),
             self._settings.heartbeat_timeout.total_seconds(),
+            self._rejoin,
         )
         if self.place is not None:
             self.takes_part = True

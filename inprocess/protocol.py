@@ -184,6 +184,8 @@ class RestartProtocol:
         if error is not None and is_bystander(self.state.rank, error, self._records):
             _log.info("%s: not a fault of this rank: %s", self, error)
             error = None
+        elif error is not None:
+            self._log_if_left_out(error)
         self.state.fn_exception = error
         self.state.interruptions = self._records
         return Phase.FINALIZE
@@ -257,6 +259,8 @@ class RestartProtocol:
         assert state.rank is not None
         self._agreement = services.agreement(state.iteration, state.world_size)
         self._agreement.publish_rank(self._initial_rank, state.rank)
+        if state.rank == 0 and state.active_world_size is not None:
+            self._agreement.report_active_size(state.active_world_size)
         services.monitor_process.start_iteration(state.rank, state.world_size, state.iteration)
         services.progress_watchdog.reset()
         state.store = services.iteration_store(state.iteration)
@@ -317,12 +321,19 @@ class RestartProtocol:
         """Record the fault of this rank. If that fails, the others wait for it: it leaves."""
         kind = Interruption.EXCEPTION if isinstance(error, Exception) else Interruption.BASE_EXCEPTION
         record = InterruptionRecord.of_exception(error, self.state.rank, kind)
-        _log.error("%s failed: %s\n%s", self, record.summary, record.detail)
+        _log.error("%s failed: %s (%s)", self, record.summary, record.place)
+        _log.debug("%s", record.detail)  # one rank of all with this fault logs it when all have reported theirs
         assert self._agreement is not None
         try:
             self._agreement.interrupt(record)
         except (StoreError, StaleViewError) as problem:
             monitor.give_up(problem)
+
+    def _log_if_left_out(self, error: BaseException) -> None:
+        """Log the traceback of an exception of this rank that came too late to be among the faults of all ranks."""
+        record = InterruptionRecord.of_exception(error, self.state.rank, Interruption.EXCEPTION)
+        if record.fault not in [each.fault for each in self._records]:
+            _log.error("%s failed, too:\n%s", self, record.detail)
 
     # -- after a fault -------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,10 @@ class RankFilter(abc.ABC):
     @abc.abstractmethod
     def __call__(self, state: State) -> State: ...
 
+    def active_of(self, world_size: int) -> int | None:
+        """Return how many of so many live ranks would be active, as a `RankAssignment` does."""
+        return world_size
+
 
 class MaxActiveWorldSize(RankFilter):
     """Keeps at most the first `max_active_world_size` ranks active; None is no limit. ValueError if it is below 1."""
@@ -38,6 +42,9 @@ class MaxActiveWorldSize(RankFilter):
         activate_below(state, size if limit is None else min(size, limit))
         return state
 
+    def active_of(self, world_size: int) -> int:
+        return world_size if self.max_active_world_size is None else min(world_size, self.max_active_world_size)
+
 
 class WorldSizeDivisibleBy(RankFilter):
     """Rounds the number of active ranks down to a multiple of `divisor`. ValueError if it is less than 1."""
@@ -50,3 +57,6 @@ class WorldSizeDivisibleBy(RankFilter):
         size = active_size(state)
         activate_below(state, size - size % self.divisor)
         return state
+
+    def active_of(self, world_size: int) -> int:
+        return world_size - world_size % self.divisor

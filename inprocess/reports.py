@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.attribution import Interruption, InterruptionRecord, distinct_faults
 from inprocess.blame import Position
 from inprocess.coordination.namespace import PrefixView
 from inprocess.reasons import parse_records
@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 _RECORDS = "records"
 _HAS_HANG = "has_hang"
 _POSITIONS, _WITH_POSITION, _LOOKED = "positions", "with_position", "looked"
+_ACTIVE = "active_world_size"  # in each iteration; and in the whole store that of the first, never deleted
 _MOST_STACKS = 8  # of ranks that were not late themselves
 
 
@@ -69,11 +70,10 @@ class Reports:
         return InterruptionRecord(rank, Interruption.SOFT_TIMEOUT, summary.decode(errors="replace"))
 
     def _with_details(self, records: Sequence[InterruptionRecord]) -> tuple[InterruptionRecord, ...]:
-        """Return the records, the first of each kind with its details."""
-        first = {record.interruption: record for record in reversed(records)}
+        """Return the records, one of each distinct fault with its details."""
         detailed = {
             record: replace(record, detail=self.store.get(_detail_key(record)).decode(errors="replace"))
-            for record in first.values()
+            for record in distinct_faults(records)
             if self.store.check([_detail_key(record)])
         }
         return tuple(detailed.get(record, record) for record in records)
@@ -89,6 +89,16 @@ class Reports:
             except ValueError as error:  # such as a line cut short; the hang itself is among the records
                 _log.warning("a report of where a rank is during a hang is left out: %s", error)
         return positions, looked
+
+    def report_active_size(self, size: int) -> None:
+        """Report how many ranks are active in this iteration. For rank 0; the first report of the job is kept."""
+        self.store.base_store.compare_set(_ACTIVE, "", str(size))
+        self.store.set(_ACTIVE, str(size))
+
+    def active_sizes(self) -> tuple[int, int] | None:
+        """Return how many ranks are active, and were in the first iteration; None as long as rank 0 has not begun."""
+        size = self._peek(_ACTIVE)
+        return None if size is None else (int(size), int(self.store.base_store.get(_ACTIVE)))
 
     def report_progress(self, progress: Mapping[str, int]) -> None:
         """Report how far this process has come, before it arrives at the end. The largest of each kind counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["FAULT_LIMIT_VARIABLES", "Hook", "Settings"]
+__all__ = ["LAUNCHER_VARIABLES", "Hook", "RejoinPolicy", "Settings"]
 
 Hook = Callable[..., Any]  # of either style: see `inprocess.hook_compat`
 
@@ -29,10 +30,36 @@ _MAY_BE_ZERO = ("last_call_wait", "termination_grace_time", "max_backoff")
 _COUNTS = ("max_same_faults", "max_faults_per_hour")
 _THREADS = (None, "warn", "error")  # about those of an interrupted iteration that go on
 _ABSOLUTE_PATHS = ("monitor_process_logfile", "monitor_process_pidfile")
-FAULT_LIMIT_VARIABLES: Mapping[str, str] = MappingProxyType(
-    {name: f"INPROCESS_{name.upper()}" for name in (*_COUNTS, "max_backoff")}
+LAUNCHER_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {name: f"INPROCESS_{name.upper()}" for name in (*_COUNTS, "max_backoff", "rejoin")}
 )
-"""The environment variables by which a launcher replaces these settings: numbers, "none" for no limit; seconds."""
+"""The environment variables by which a launcher replaces these settings.
+
+Limits are numbers, or "none" for no limit; times are in seconds; `rejoin` is as in the argument.
+"""
+
+
+@dataclass(frozen=True)
+class RejoinPolicy:
+    """When a process that is ready to join makes the others restart: `delay_s` after it is ready; None: never."""
+
+    delay_s: float | None
+
+    @classmethod
+    def from_text(cls, text: str | None) -> RejoinPolicy:
+        """Read "now" (also for None), "next-restart" or "after=SECONDS". ValueError for other texts."""
+        if text is None or text == "now":
+            return cls(0.0)
+        if text == "next-restart":
+            return cls(None)
+        name, _, number = text.partition("=")
+        try:
+            delay_s = float(number)
+        except ValueError:
+            delay_s = math.nan
+        if name != "after" or not 0 <= delay_s < math.inf:
+            raise ValueError(f"rejoin must be 'now', 'next-restart', or 'after=SECONDS' like 'after=60', not {text!r}")
+        return cls(delay_s)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,10 +95,11 @@ class Settings:
     sections: Any = None
     uninterrupted_modules: Any = None  # names of modules; a tuple from here on
     threads: str | None = None  # as "warn"
+    rejoin: str | None = None  # as "now"
     enabled: bool = True
 
     def __post_init__(self) -> None:
-        self._take_fault_limits(os.environ)
+        self._take_from_launcher(os.environ)
         for name in _COUNTS:
             self._check_count(name)
         for item in fields(self):
@@ -102,12 +130,17 @@ class Settings:
         self.uninterrupted_modules = tuple(modules)
         if self.threads not in _THREADS:
             raise ValueError(f"threads must be 'warn' or 'error', not {self.threads!r}")
+        if not isinstance(self.rejoin, str | None):
+            raise TypeError(f"rejoin must be a str or None, not {type(self.rejoin).__name__}")
+        RejoinPolicy.from_text(self.rejoin)
         if not isinstance(self.enabled, bool):
             raise TypeError(f"enabled must be a bool, not {type(self.enabled).__name__}")
 
-    def _take_fault_limits(self, environment: Mapping[str, str]) -> None:
-        """Replace the limits of faults that the launcher has set. ValueError for what is no number."""
-        for name, variable in FAULT_LIMIT_VARIABLES.items():
+    def _take_from_launcher(self, environment: Mapping[str, str]) -> None:
+        """Replace the settings that the launcher has given. ValueError for a limit that is no number."""
+        self.rejoin = environment.get(LAUNCHER_VARIABLES["rejoin"], self.rejoin)
+        for name in (*_COUNTS, "max_backoff"):
+            variable = LAUNCHER_VARIABLES[name]
             text = environment.get(variable)
             if text is None:
                 continue

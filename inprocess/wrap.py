@@ -79,6 +79,10 @@ class Wrapper(Settings):
     `max_backoff`. Progress is a larger step than before (`CallWrapper.report_step`, or a save or restore of `ckpt`), or
     more pings; see docs/restart.md. ``ckpt_launcher`` has options that replace these; None is no limit.
 
+    `rejoin` says when a process that ``ckpt_launcher`` has started in the place of a lost one makes the others restart:
+    "now", as soon as it is ready (the default), "after=SECONDS", so long after that, or "next-restart", never. One that
+    would only be a spare never does. The launcher's ``--ft-rejoin`` replaces it.
+
     `uninterrupted_modules` names modules and packages whose functions no restart interrupts, such as ``("pandas",)``,
     beside those that are known (see `main_thread.thrower`). Threads that an interrupted function has started and not
     ended get no process group, and are named in a warning; with `threads="error"` this rank leaves instead.
@@ -178,7 +182,9 @@ class CallWrapper(Uncopied):
         self._cleanup.callback(self._sections.close)
         if self._newcomer is not None:  # one that is not fit must not cost the others a restart
             self.wrapper.hooks.restart_health_check(self.state.freeze())
-        self._monitoring = enter(Monitoring(settings, self.state, stacks, self._sections.fd, self._newcomer))
+        self._monitoring = enter(
+            Monitoring(settings, self.state, stacks, self._sections.fd, self._newcomer, self.wrapper.hooks.active_of)
+        )
         self.monitor_process, self.base_store = self._monitoring.process, self._monitoring.store
         self.progress_watchdog = ProgressWatchdog(
             self.state.initial_rank, self.monitor_process, settings.progress_watchdog_interval
@@ -216,8 +222,8 @@ class CallWrapper(Uncopied):
     def newcomers(self) -> int:
         """How many processes wait to join the job, from the next restart on. Asks the coordination store.
 
-        Under ``ckpt_launcher --ft-restart-policy=in-process`` these are the replacements of lost workers. A function
-        that needs all ranks can wait for them, and raise an exception: that restarts with them. StoreLostError.
+        Under ``ckpt_launcher --ft-restart-policy=in-process`` these are the replacements of lost workers. Those that
+        are needed ask for the restart themselves, see `rejoin` of `Wrapper`. StoreLostError.
         """
         return len(Agreement.newcomers(self.base_store))
 

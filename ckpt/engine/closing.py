@@ -6,14 +6,19 @@ import contextlib
 import functools
 import logging
 import os
+import sys
+import time
 from collections.abc import Collection
 from types import TracebackType
 
 from ckpt.engine.parts import Parts
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
+from ckpt.events import Closed
+from ckpt.observing import emit
 from ckpt.storage.removal import remove_contents
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
+from inprocess.ipc.process import Process
 from inprocess.ipc.threads import finishes_within
 
 __all__ = ["Closing"]
@@ -65,8 +70,12 @@ class Closing:
             ends.callback(parts.saver.close, ending)
             ends.callback(parts.saver.failures.say_what_is_lost)
             self._finalize_all(waiting, finalized)
-        if parts.reuses_files and parts.saver.last_rank == 0:
+        rank = parts.saver.last_rank
+        if parts.reuses_files and rank == 0:
             finishes_within(ending, self._delete_recycled, "ckpt-delete-recycled")
+        if rank is not None and not parts.settings.read_only and not _is_failing():
+            here = Process.here()
+            emit(Closed(time.time(), rank, f"{here.host}.{here.pid}.{here.start}"))
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End after an exception, without waiting: the writers finish what was scheduled by themselves."""
@@ -140,3 +149,9 @@ class Closing:
                     remove_contents(path, lambda: None)
                 except StorageError as error:
                     _log.warning("files kept for the next save are not all deleted: %s", error)
+
+
+def _is_failing() -> bool:
+    """Return whether an exception is being handled, as in `finally: checkpointer.close()`; but for a plain exit."""
+    error = sys.exception()
+    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import StorageError
 from ckpt.native import CHECKSUM_BYTES, RUN, copy_runs, crc32c
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_layout import PAGE_BYTES, checksum_to_bytes

@@ -60,6 +60,9 @@ class MaxActiveWorldSize(TwoStyleAssignment, RankFilter):
         activate_below(ctx.state, size if limit is None else min(size, limit))
         return ctx
 
+    def active_of(self, world_size: int) -> int:
+        return world_size if self.max_active_world_size is None else min(world_size, self.max_active_world_size)
+
 
 class ActiveWorldSizeDivisibleBy(TwoStyleAssignment, RankFilter):
     """Rounds the number of active ranks down to a multiple of `divisor` and makes the others spares.
@@ -76,6 +79,9 @@ class ActiveWorldSizeDivisibleBy(TwoStyleAssignment, RankFilter):
         size = active_size(ctx.state)
         activate_below(ctx.state, size - size % self.divisor)
         return ctx
+
+    def active_of(self, world_size: int) -> int:
+        return world_size - world_size % self.divisor
 
 
 WorldSizeDivisibleBy = ActiveWorldSizeDivisibleBy

@@ -40,6 +40,13 @@ class RankAssignment(abc.ABC):
     @abc.abstractmethod
     def __call__(self, ctx: Any, *args: Any) -> Any: ...
 
+    def active_of(self, world_size: int) -> int | None:
+        """Return how many of so many live ranks would be active after this; None if that cannot be known before.
+
+        A process that could join asks this: it is not worth a restart if it would only be a spare.
+        """
+        return world_size
+
 
 class RankFilter(RankAssignment):
     """A rank assignment that decides only which ranks are active. Stands left of the numbering in `Compose`."""

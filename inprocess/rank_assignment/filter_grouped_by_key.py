@@ -50,6 +50,9 @@ class FilterCountGroupedByKey(TwoStyleAssignment):
         discarded = self._discarded(ctx, rank, survivors)
         return dataclasses.replace(ctx, terminated_ranks=ctx.terminated_ranks | discarded)
 
+    def active_of(self, world_size: int) -> int | None:
+        return None  # it depends on the groups of those that join
+
     def _key_of(self, state: State) -> str:
         return self.key_or_fn if isinstance(self.key_or_fn, str) else str(self.key_or_fn(state.freeze()))
 

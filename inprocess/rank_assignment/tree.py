@@ -87,6 +87,9 @@ class Tree(TwoStyleAssignment):
         self._update(ctx.state, tree)
         return dataclasses.replace(ctx, terminated_ranks=set())
 
+    def active_of(self, world_size: int) -> int:
+        return 0  # a process that joins later has no place, so it gains nothing
+
     def _leave_out_newcomers(self, state: State) -> None:
         """Go on without the processes that have joined: they have the last ranks. RankDiscarded on these."""
         if self._tree is None:

@@ -47,7 +47,7 @@ def test_a_run_and_its_events(tmp_path: Path) -> None:
         checkpointer.save(_STATE, 2)
         checkpointer.restore(_STATE)
     saved = ["SaveStarted", "SaveStaged", "SavePublished"]
-    assert _names(seen) == [*saved, *saved, "Retained", "Restored"]
+    assert _names(seen) == [*saved, *saved, "Retained", "Restored", "Closed"]
     begun, staged, published = seen[:3]
     assert isinstance(begun, events.SaveStarted)
     assert isinstance(staged, events.SaveStaged)
@@ -111,7 +111,7 @@ def test_a_step_that_is_damaged_is_named(tmp_path: Path) -> None:
         assert checkpointer.restore(_STATE) == 1
         with pytest.raises(ckpt.CheckpointCorruptError):
             checkpointer.restore(_STATE, 2)
-    restored, failed = seen
+    restored, failed, _closed = seen
     assert isinstance(restored, events.Restored)
     assert (restored.step, restored.storage_bytes, restored.damaged) == (1, 4000, (2,))
     assert isinstance(failed, events.RestoreFailed)
@@ -122,7 +122,7 @@ def test_a_request_that_is_not_scheduled_ends_with_the_checkpointer(tmp_path: Pa
     seen: list[events.Event] = []
     with ckpt.observe(seen.append), ckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save_request(_STATE, 1)
-    assert _names(seen) == ["SaveStarted", "SaveStaged", "SaveAbandoned"]
+    assert _names(seen) == ["SaveStarted", "SaveStaged", "SaveAbandoned", "Closed"]
     (left,) = _of(seen, events.SaveAbandoned)
     assert left.kind == "Left"
 
@@ -168,8 +168,8 @@ def test_ranks_share_a_file_of_json_lines(tmp_path: Path) -> None:
     run_ranks(_save_and_log, 2, tmp_path, init_process_group=True)
     lines = [events.from_document(json.loads(line)) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     own = [(tmp_path / f"rank{rank}" / "own.jsonl").read_text().splitlines() for rank in range(2)]
-    assert len(lines) == len(own[0]) + len(own[1]) == 30
-    assert {type(event).__name__ for event in lines} == {"SaveStarted", "SaveStaged", "SavePublished"}
+    assert len(lines) == len(own[0]) + len(own[1]) == 32
+    assert {type(event).__name__ for event in lines} == {"SaveStarted", "SaveStaged", "SavePublished", "Closed"}
     assert all(json.loads(line)["rank"] == rank for rank in range(2) for line in own[rank])
 
 

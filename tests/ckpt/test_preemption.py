@@ -173,6 +173,61 @@ def test_a_step_that_is_there_already_is_not_called_saved(tmp_path: Path, caplog
     _assert_newest(tmp_path / "root", 5)
 
 
+@pytest.mark.parametrize("has_progress", [False, True])
+def test_a_run_that_has_saved_nothing_is_not_to_be_requeued(
+    has_progress: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The save at the stop fails: the step is there already, from another run."""
+    root = tmp_path / "root"
+    events: list[Any] = []
+    with ckpt.Checkpointer(root) as checkpointer:
+        checkpointer.save({"weight": torch.full((1000,), 5.0)}, 5)
+    state = {"weight": torch.zeros(1000)}
+    with (
+        ckpt.observe(events.append),
+        ckpt.Checkpointer(root) as checkpointer,
+        ckpt.PreemptionWatcher(checkpointer, grace=_LONG, interval=_INTERVAL) as watcher,
+    ):
+        assert not watcher.should_stop(1)
+        if has_progress:
+            checkpointer.save(state, 4)
+        watcher.request("enough")
+        assert watcher.should_stop(5)
+        assert watcher.exit_code == _ASKED
+        assert not watcher.save(state, 5)
+        assert watcher.exit_code == (_ASKED if has_progress else os.EX_IOERR)
+        assert ("nothing of this run is published" in caplog.text) is not has_progress
+        if not has_progress:
+            assert watcher.save(state, 6)
+        assert watcher.exit_code == _ASKED
+    ends = [(type(each).__name__, getattr(each, "cause", "")) for each in events if type(each).__name__ in _ENDS]
+    assert ends == [("Stopped", "enough"), ("Closed", "")]
+
+
+_ENDS = ("Stopped", "Closed")
+
+
+def test_only_a_checkpointer_that_ended_its_work_is_closed(tmp_path: Path) -> None:
+    events: list[Any] = []
+    state = {"weight": torch.zeros(10)}
+    with ckpt.observe(events.append):
+        with ckpt.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(state, 1)
+        with ckpt.Checkpointer(tmp_path, read_only=True) as checkpointer:
+            checkpointer.restore(state)
+        with contextlib.suppress(KeyError), ckpt.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.restore(state)
+            raise KeyError
+        checkpointer = ckpt.Checkpointer(tmp_path)
+        with contextlib.suppress(KeyError):
+            try:
+                checkpointer.restore(state)
+                raise KeyError
+            finally:
+                checkpointer.close()
+    assert [(type(each).__name__, each.rank) for each in events if type(each).__name__ in _ENDS] == [("Closed", 0)]
+
+
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_earlier_saves_that_failed_do_not_count(in_flight: bool, tmp_path: Path) -> None:
     root = tmp_path / "root"

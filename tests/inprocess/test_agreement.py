@@ -23,7 +23,8 @@ from inprocess.coordination import Access, CoordinationStore, Namespace, Restart
 from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreLostError
-from inprocess.joining import Newcomer, Place, newcomer_from_environment
+from inprocess.joining import Newcomer, Place, Rejoin, newcomer_from_environment
+from inprocess.settings import RejoinPolicy
 from inprocess.store import FileStore, PrefixStore
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
 from tests.support.selection import FULL
@@ -348,7 +349,7 @@ def test_the_roster_has_the_history_of_the_faults(open_store: Open) -> None:
         for rank, agreement in enumerate(agreements):
             agreement.publish_rank(10 + rank, rank)
         if iteration == 2:
-            Agreement.announce_newcomer(open_store(0).base_store, 20)
+            Agreement.announce_newcomer(open_store(0).base_store, 20, 3)
         agreements[1].interrupt(fault)
         for rank, pings in enumerate((5, 3)):
             agreements[rank].report_progress({"step": 7, "pings": pings, "seconds": 60 + rank})
@@ -434,9 +435,13 @@ def end(agreements: list[Agreement]) -> Roster:
     return roster
 
 
+def never() -> Rejoin:
+    return Rejoin(RejoinPolicy.from_text("next-restart"), 3, int)
+
+
 def place_of(open_store: Open, initial_rank: int) -> Place | None:
     newcomer = Newcomer(initial_rank, None)
-    return newcomer.wait_for_place(open_store(0).base_store, lambda i: Agreement(open_store(i), i), LONG_S)
+    return newcomer.wait_for_place(open_store(0).base_store, lambda i: Agreement(open_store(i), i), LONG_S, never())
 
 
 def test_newcomers_are_numbered_behind_all_others(open_store: Open, pool: ThreadPoolExecutor) -> None:
@@ -461,8 +466,8 @@ def test_newcomers_are_numbered_behind_all_others(open_store: Open, pool: Thread
 def test_a_newcomer_that_left_again_is_not_named(open_store: Open) -> None:
     agreements = three(open_store)
     base = open_store(0).base_store
-    Agreement.announce_newcomer(base, 20)
-    Agreement.announce_newcomer(base, 21)
+    Agreement.announce_newcomer(base, 20, 3)
+    Agreement.announce_newcomer(base, 21, 3)
     base.arrive("departed", "20")
     assert end(agreements).joined == (21,)
 
@@ -470,7 +475,7 @@ def test_a_newcomer_that_left_again_is_not_named(open_store: Open) -> None:
 def test_a_newcomer_that_is_slow_finds_its_place_later(open_store: Open) -> None:
     """It announced itself and was named; it looks when the job is in the next iteration."""
     agreements = three(open_store)
-    Agreement.announce_newcomer(open_store(0).base_store, 20)
+    Agreement.announce_newcomer(open_store(0).base_store, 20, 3)
     assert end(agreements).joined == (20,)
     place = place_of(open_store, 20)
     assert place == Place(0, 3, 4, frozenset(), (10, 11, 12, 20), interruptions=(record(0),))
@@ -491,7 +496,7 @@ def test_a_newcomer_does_not_wait_for_a_job_that_is_gone(open_store: Open) -> No
     three(open_store)[0].store.set("heartbeat/0", "1")
     newcomer = Newcomer(20, None)
     with pytest.raises(StoreLostError, match="no process of it is left"):
-        newcomer.wait_for_place(open_store(0).base_store, lambda i: Agreement(open_store(i), i), 0.5)
+        newcomer.wait_for_place(open_store(0).base_store, lambda i: Agreement(open_store(i), i), 0.5, never())
 
 
 def test_what_the_environment_says_of_a_newcomer_counts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

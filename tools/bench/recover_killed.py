@@ -56,6 +56,7 @@ def main() -> None:
         abort=inprocess.Compose(CheckpointAbort(checkpointer), AbortTorchDistributed()),
         finalize=CheckpointFinalize(checkpointer),
         rank_assignment=LauncherOrder(),
+        rejoin="next-restart",  # the function asks for it, and notes when
         **UNBOUNDED_FAULTS,
     )
     def train(call: inprocess.CallWrapper | None = None) -> None:

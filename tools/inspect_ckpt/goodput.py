@@ -3,14 +3,19 @@
 Every moment from the first event to the last is one of these. Where several apply, the first of the list does:
 
     restoring     from the begin of a restore, also one that fails, to its end, on the ranks together
-    restarting    from a fault to the end of the restart in the processes; or, if the processes were started again,
-                  from the last event before a restore to that restore
+    restarting    from a fault to the end of the restart in the processes; or, if the processes have died and were
+                  started again, from the last event before a restore to that restore
     saving        the stall of each save, on the rank that stalled longest
     lost          from the time at which the restored step was staged to the fault: this work was done again. All work
                   since the first event, if there is no restore, or the step was staged before
+    requeued      from the end of a run that was asked to stop (`Stopped`) to the first event of the next
+    not running   from the end of a run whose Checkpointers were all closed (`Closed`) to the first event of the next
     training      the rest
 
     goodput = training / (training + lost + saving + restarting + restoring)
+
+Requeued and not running are pauses, in which the job waited for a scheduler or a person; goodput with the pauses is
+training / all time.
 
 A fault is when it was noticed: until then a hang is lost time. The moment at which killed processes died is in no
 event, so the time between the last event and the kill counts as restarting, not as lost; goodput is the same. The time
@@ -29,11 +34,14 @@ from typing import Any
 
 from .output import CannotReadError, duration
 
-__all__ = ["KINDS", "WORDS", "Event", "Events", "Goodput", "Span", "goodput", "read_events"]
+__all__ = ["KINDS", "PAUSES", "WORDS", "Event", "Events", "Goodput", "Span", "goodput", "read_events"]
 
 Event = Mapping[str, Any]
 
-KINDS = ("restoring", "restarting", "saving", "lost", "training")
+PAUSES = ("requeued", "not_running")
+"""Those of `KINDS` in which the job did not run, and no fault is to blame."""
+
+KINDS = ("restoring", "restarting", "saving", "lost", *PAUSES, "training")
 """What a moment can be, in the order of precedence."""
 
 WORDS = MappingProxyType(
@@ -43,6 +51,8 @@ WORDS = MappingProxyType(
         "saving": "saving: stalls",
         "restarting": "restarting",
         "restoring": "restoring",
+        "requeued": "requeued: stopped when asked to",
+        "not_running": "not running: a run had ended",
     }
 )
 """What to call each of `KINDS`, in the order of a table."""
@@ -85,9 +95,27 @@ class Goodput:
         return math.fsum(span.end - span.begin for span in self.spans if span.kind == kind)
 
     @property
+    def ran_s(self) -> float:
+        """The time without the pauses."""
+        return math.fsum(self.seconds(kind) for kind in KINDS if kind not in PAUSES)
+
+    @property
     def goodput(self) -> float:
-        """The part of the time that was training which counted, from 0 to 1; 0 if there is no time."""
+        """The part of the time without pauses that was training which counted, from 0 to 1; 0 if there is no time."""
+        return self.seconds("training") / self.ran_s if self.ran_s else 0.0
+
+    @property
+    def goodput_with_pauses(self) -> float:
+        """The part of all time that was training which counted."""
         return self.seconds("training") / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def share(self) -> str:
+        """The goodput as text; with pauses, both."""
+        text = f"{100 * self.goodput:.1f}% of {duration(self.ran_s)}"
+        if not any(map(self.seconds, PAUSES)):
+            return text
+        return f"{text} ({100 * self.goodput_with_pauses:.1f}% of {duration(self.wall_s)} with the pauses)"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return lines of a table: what the time was for, how much it was, and its share."""
@@ -100,7 +128,8 @@ class Goodput:
     def document(self) -> dict[str, float]:
         """Return the figures as JSON."""
         times = {f"{kind}_s": self.seconds(kind) for kind in reversed(KINDS)}
-        return {"goodput": self.goodput, "wall_s": self.wall_s, **times}
+        with_pauses = {"goodput_with_pauses": self.goodput_with_pauses}
+        return {"goodput": self.goodput, **with_pauses, "wall_s": self.wall_s, **times}
 
 
 def read_events(paths: Iterable[str]) -> Events:
@@ -132,13 +161,18 @@ def goodput(events: Sequence[Event]) -> Goodput:
     spans = [Span("saving", _begin(event), event["time"]) for event in stalls]
     spans += [Span("restarting", *restart) for restart in restarts]
     spans += [Span("restoring", _begin(event), event["time"]) for event in events if event["event"] == "RestoreFailed"]
+    pauses = _pauses(events)
+    spans += pauses
     for restored in (event for event in events if event["event"] == "Restored"):
         at = _begin(restored)
         spans.append(Span("restoring", at, restored["time"]))
         fault = next((first for first, last in restarts if first <= at <= last), None)
         if fault is None:
             fault = max((event["time"] for event in events if event["time"] <= at), default=begin)
-            spans.append(Span("restarting", fault, at))
+            pause = next((each for each in pauses if each.begin == fault), None)
+            spans.append(Span("restarting", fault if pause is None else pause.end, at))
+            if pause is not None and restored["step"] == _newest(stalls, fault):
+                continue  # what followed on the last save was to wait for it
         spans.append(Span("lost", min(_worth_until(stalls, restored["step"], fault, begin), fault), fault))
     spans += [Span("lost", begin, first) for first, last in restarts if _from_scratch(events, first, last)]
     return Goodput(tuple(_painted(spans, begin, max(event["time"] for event in events))))
@@ -168,6 +202,45 @@ def _stalls(events: Sequence[Event]) -> list[Event]:
 def _worth_until(stalls: Sequence[Event], step: int, fault: float, begin: float) -> float:
     """Return when a step that was restored after a fault had been staged: the work until then is in it."""
     return max((stall["time"] for stall in stalls if stall["step"] == step and stall["time"] <= fault), default=begin)
+
+
+def _newest(stalls: Sequence[Event], until: float) -> int | None:
+    """Return the step that was staged last."""
+    return next((int(stall["step"]) for stall in reversed(stalls) if stall["time"] <= until), None)
+
+
+def _pauses(events: Sequence[Event]) -> list[Span]:
+    """Return the times between runs that have ended by themselves, and the next events.
+
+    A run has ended when all its ranks that had events since its last restore or restart have closed, or stopped.
+    """
+    pauses: list[Span] = []
+    ranks: dict[int, str] = {}  # what each rank of the run did last: "runs", "stopped" or "closed"
+    processes: set[str] = set()  # that have closed
+    is_stopped, end = False, 0.0
+    for number, event in enumerate(events):
+        name = event["event"]
+        begins = name in ("Restored", "RestoreFailed", "Restarted")
+        has_ended = bool(ranks) and "runs" not in ranks.values()
+        if has_ended and (begins or "stopped" not in ranks.values()) and name != "Restarted":
+            if not _closes_again(events[number:], processes):
+                pauses.append(Span("requeued" if is_stopped else "not_running", end, max(end, _begin(event))))
+            ranks, processes, is_stopped = {}, set(), False
+        elif begins:
+            ranks = {}
+        if name == "Stopped":
+            is_stopped = True
+        if name == "Closed":
+            processes.add(str(event.get("process")))
+        before = ranks.get(event["rank"], "runs")
+        ranks[event["rank"]] = {"Stopped": "stopped", "Closed": "closed"}.get(name, before)
+        end = float(event["time"])
+    return pauses
+
+
+def _closes_again(events: Sequence[Event], processes: set[str]) -> bool:
+    """Return whether one of these processes closes another Checkpointer later: they have not ended."""
+    return any(event["event"] == "Closed" and event.get("process") in processes for event in events)
 
 
 def _from_scratch(events: Sequence[Event], first: float, last: float) -> bool:

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 
 from .findings import Limits, find
-from .goodput import Events, goodput, read_events
+from .goodput import PAUSES, Events, goodput, read_events
 from .output import CannotReadError, Exit, Output, duration, size
 from .root import any_root
 from .sections import report_page
@@ -41,6 +41,8 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
     times = goodput(events.events)
     if arguments.goodput:
         output.table(("", ">time", ">share"), [*times.rows(), ("in all", duration(times.wall_s), "")])
+        if any(map(times.seconds, PAUSES)):
+            output.line(f"goodput: {times.share}")
         output.json(times.document())
         return Exit.WHOLE
     if not os.path.isdir(os.path.dirname(os.path.abspath(arguments.file))):

@@ -29,7 +29,10 @@ _PHASES = (
     ("sync", "sync_s", "g"),
     ("commit", "commit_s", "d"),
 )
-_TONES = MappingProxyType({"training": "a", "lost": "f", "saving": "b", "restarting": "d", "restoring": "c"})
+_TONES = MappingProxyType(
+    {"training": "a", "lost": "f", "saving": "b", "restarting": "d", "restoring": "c", "requeued": "g"}
+    | {"not_running": "e"}
+)
 _STATES = MappingProxyType({"whole": "good", "damaged": "bad", "unreadable": "warn"})
 
 
@@ -74,7 +77,7 @@ def _tiles(found: Findings, times: Goodput) -> Markup:
             ("newest step is", newest_health.state, f"checked: {newest_health.how}", _STATES[newest_health.state])
         )
     if times.wall_s:
-        values.append(("goodput", f"{100 * times.goodput:.1f}%", f"of {duration(times.wall_s)}", ""))
+        values.append(("goodput", f"{100 * times.goodput:.1f}%", f"of {duration(times.ran_s)}", ""))
     return tiles(values)
 
 
@@ -305,8 +308,7 @@ def _goodput(times: Goodput, events: Events) -> Markup:
         for span in sorted(times.spans, key=lambda span: span.kind != "training")
     ]
     skipped = f" {plural(events.skipped, 'line')} of the files were no events." if events.skipped else ""
-    share = f"{100 * times.goodput:.1f}% of {duration(times.wall_s)}"
-    about = f"{share}, from the first event to the last, was training that counted."
+    about = f"{times.share}, from the first event to the last, was training that counted."
     parts = [bar(lengths, times.wall_s), legend([(about, _TONES[kind]) for kind, about in WORDS.items()])]
     drawing = over_time([Lane("time", marks)])
     return section("Goodput", about + skipped, join(parts), drawing, table(("", ">time", ">share"), times.rows()))

@@ -13,7 +13,7 @@ from torch.distributed import run as torchrun
 
 from inprocess.fault_tolerance import config_cli
 from inprocess.fault_tolerance.config import FaultToleranceConfig
-from inprocess.settings import FAULT_LIMIT_VARIABLES
+from inprocess.settings import LAUNCHER_VARIABLES, RejoinPolicy
 
 __all__ = ["LauncherOptions", "parse"]
 
@@ -38,7 +38,7 @@ class LauncherOptions:
     restart_policy: str
     min_workers: int
     max_replacements: int
-    worker_environment: Mapping[str, str]  # limits of faults, for the wrapper in the workers
+    worker_environment: Mapping[str, str]  # settings of the wrapper in the workers
 
     @property
     def leaves_survivors(self) -> bool:
@@ -81,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     text = "processes that a node starts, at most, in the place of workers that were lost (8)"
     spellings = ["--ft-max-replacements", "--ft_max_replacements"]
     group.add_argument(*spellings, type=_count_or_none, metavar="N", help=text)
+    text = (
+        "when a process in the place of a lost one makes the others restart: as soon as it is ready (now), so long "
+        "after that (after=SECONDS), or never (next-restart); replaces the argument of inprocess.Wrapper, which is now"
+    )
+    spellings = ["--ft-rejoin", "--ft_rejoin"]
+    group.add_argument(*spellings, type=_rejoin, metavar="{now,after=SECONDS,next-restart}", help=text)
     group = parser.add_argument_group("faults that come back (these replace arguments of inprocess.Wrapper in workers)")
     text = "how often the same fault may end an iteration without progress between, or none (3)"
     _add_limit(group, "max-same-faults", _count_or_unlimited, "N", text)
@@ -122,14 +128,21 @@ def _count_or_none(text: str) -> int:
     return 0 if text == "0" else _count(text)
 
 
+def _rejoin(text: str) -> str:
+    try:
+        RejoinPolicy.from_text(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _check_restart_policy(args: argparse.Namespace) -> None:
     is_in_process = args.ft_restart_policy == config_cli.IN_PROCESS
     if is_in_process and args.run_path:
         raise ValueError(f"--run-path runs functions, which --ft-restart-policy={config_cli.IN_PROCESS} cannot watch")
-    if not is_in_process and args.ft_min_workers is not None:
-        raise ValueError(f"--ft-min-workers has a meaning only with --ft-restart-policy={config_cli.IN_PROCESS}")
-    if not is_in_process and args.ft_max_replacements is not None:
-        raise ValueError(f"--ft-max-replacements has a meaning only with --ft-restart-policy={config_cli.IN_PROCESS}")
+    for name in ("min-workers", "max-replacements", "rejoin"):
+        if not is_in_process and getattr(args, f"ft_{name.replace('-', '_')}") is not None:
+            raise ValueError(f"--ft-{name} has a meaning only with --ft-restart-policy={config_cli.IN_PROCESS}")
     if args.ft_ladder is not None:
         raise ValueError(
             "--ft-ladder is not available: give it to inprocess.Wrapper(sections=FaultToleranceConfig(...))"
@@ -155,7 +168,7 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
         max_replacements=_MAX_REPLACEMENTS if args.ft_max_replacements is None else args.ft_max_replacements,
         worker_environment={
             variable: str(value)
-            for name, variable in FAULT_LIMIT_VARIABLES.items()
+            for name, variable in LAUNCHER_VARIABLES.items()
             if (value := getattr(args, f"ft_{name}")) is not None
         },
     )

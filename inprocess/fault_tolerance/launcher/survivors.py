@@ -6,9 +6,9 @@
     all workers have ended        the node is done; when all nodes are, the job has succeeded
 
 The other workers must go on by themselves: their `inprocess.Wrapper` restarts without the lost rank. The wrapper in the
-replacement joins them at the next restart; only then does it count as a worker that is left, and does its exit code
-matter. A node whose launcher does not answer is lost with all its workers; if it comes back, those that still run count
-again.
+replacement joins them at a restart, for which it asks (`--ft-rejoin`); only then does it count as a worker that is
+left, and does its exit code matter. A node whose launcher does not answer is lost with all its workers; if it comes
+back, those that still run count again.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Survivors:
         except OSError as error:
             _log.error("no replacement can be started for local rank %d: %s", local_rank, error)
             return
-        _log.warning("a replacement for local rank %d is started; it joins at the next restart", local_rank)
+        _log.warning("a replacement for local rank %d is started; it joins at a restart of the others", local_rank)
 
     def _end_waiting(self) -> None:
         """End replacements that have not joined: they are not needed any more, and have done nothing yet."""

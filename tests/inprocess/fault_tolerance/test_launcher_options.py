@@ -210,6 +210,19 @@ def test_how_many_workers_must_be_left(capsys: pytest.CaptureFixture[str]) -> No
     assert "--run-path runs functions" in capsys.readouterr().err
 
 
+def test_when_replacements_join_is_passed_on_to_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
+    policy = "--ft-restart-policy=in-process"
+    assert options(policy).worker_environment == {}
+    for value in ("now", "after=60", "next-restart"):
+        assert options(policy, f"--ft-rejoin={value}").worker_environment == {"INPROCESS_REJOIN": value}
+    for argv in ([policy, "--ft-rejoin=soon"], ["--ft-rejoin=now"]):
+        with pytest.raises(SystemExit):
+            options(*argv)
+    said = capsys.readouterr().err
+    assert "'after=SECONDS' like 'after=60', not 'soon'" in said
+    assert "--ft-rejoin has a meaning only with --ft-restart-policy=in-process" in said
+
+
 def test_limits_of_faults_are_passed_on_to_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
     assert options().worker_environment == {}
     given = ("--ft-max-same-faults=5", "--ft_max_faults_per_hour", "none", "--ft-max-backoff=0.5")

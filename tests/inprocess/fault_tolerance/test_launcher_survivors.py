@@ -282,6 +282,7 @@ JOINS = """
         soft_timeout=timedelta(seconds=30),
         hard_timeout=timedelta(seconds=32),
         rank_assignment=inprocess.rank_assignment.{numbering},
+        rejoin="next-restart",
     )(train)()
 """
 
@@ -563,6 +564,7 @@ TRAINS = """
         finalize=CheckpointFinalize(checkpointer),
         soft_timeout=timedelta(seconds=30),
         hard_timeout=timedelta(seconds=32),
+        rejoin="next-restart",
     )(train)()
     checkpointer.close()
 """

@@ -182,7 +182,7 @@ def _commands(program: Path, way: Way, ranks: int) -> list[tuple[list[str], dict
     workers = {"PYTHON_EXEC": quick_python()}
     if way is Way.TORCHRUN:
         return [([*python, "-m", "torch.distributed.run", *options, str(program)], workers)]
-    options += ["--ft-restart-policy=in-process", "--max-restarts=0"]
+    options += ["--ft-restart-policy=in-process", "--ft-rejoin=next-restart", "--max-restarts=0"]
     return [([*python, "-m", "tools.ckpt_launcher", *options, str(program)], workers)]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tools.inspect_ckpt.commands import Commands
-from tools.inspect_ckpt.goodput import Goodput, goodput, read_events
+from tools.inspect_ckpt.goodput import KINDS, Goodput, goodput, read_events
 
 Event = dict[str, Any]
 
@@ -86,8 +86,79 @@ def test_a_step_that_is_saved_again_is_another_save() -> None:
 
 def test_no_events_are_no_time() -> None:
     assert goodput([]).document() == dict.fromkeys(
-        ("goodput", "wall_s", "training_s", "lost_s", "saving_s", "restarting_s", "restoring_s"), 0.0
+        ["goodput", "goodput_with_pauses", "wall_s", *(f"{kind}_s" for kind in KINDS)], 0.0
     )
+
+
+def closed(time: float, rank: int = 0, process: str = "") -> Event:
+    return event("Closed", time, rank, process=process or f"first {rank}")
+
+
+def ends_at(time: float, ranks: int = 2) -> list[Event]:
+    """The events of a run that has published step 1, until shortly before its end."""
+    begun = [event("SaveStarted", time - 20, rank, step=1) for rank in range(ranks)]
+    saved = [staged(1, time - 19, 1.0, rank) for rank in range(ranks)]
+    return [*begun, *saved, *(event("SavePublished", time - 2, rank, step=1) for rank in range(ranks))]
+
+
+def again(time: float) -> list[Event]:
+    """The next run begins with a restore that ends at this time, one rank later than the other."""
+    return [restored(1, time, 1.0), restored(1, time + 0.5, 1.0, 1), staged(2, time + 10, 1.0)]
+
+
+def test_a_pause_after_a_normal_end_is_not_running() -> None:
+    events = [*ends_at(120.0), closed(119.0), closed(120.0, 1), *again(500.0)]
+    found = goodput(events)
+    assert times(found) == {"saving": 2.0, "restoring": 1.5, "training": 27.5}
+    assert found.seconds("not_running") == pytest.approx(379.0)
+    assert found.goodput == pytest.approx(27.5 / 31.0)
+    assert found.goodput_with_pauses == pytest.approx(27.5 / 410.0)
+    assert "with the pauses" in found.share
+
+
+def test_a_pause_before_a_run_that_restores_nothing_is_not_running() -> None:
+    events = [*ends_at(120.0), closed(120.0), closed(120.0, 1), event("SaveStarted", 520.0, step=1)]
+    assert goodput(events).seconds("not_running") == pytest.approx(400.0)
+
+
+def test_work_after_the_last_save_of_a_run_that_ended_is_lost() -> None:
+    events = [*ends_at(120.0, 1), staged(2, 110.0, 1.0), closed(120.0), restored(1, 500.0, 1.0)]
+    found = goodput(sorted(events, key=lambda each: each["time"]))
+    assert found.seconds("lost") == pytest.approx(18.0)  # of 19 the second save stalled for 1
+    assert found.seconds("not_running") == pytest.approx(379.0)
+
+
+def test_a_rank_that_was_not_closed_has_died() -> None:
+    events = [*ends_at(120.0), closed(120.0), *again(500.0)]
+    found = goodput(events)
+    assert found.seconds("restarting") == pytest.approx(379.0)
+    assert found.seconds("not_running") == 0.0
+    assert found.goodput == found.goodput_with_pauses
+
+
+def test_a_run_that_goes_on_with_fewer_ranks_ends_with_those() -> None:
+    events = [*ends_at(100.0), restarted(1, 110.0, 1.0), *ends_at(140.0, 1), closed(140.0), restored(1, 500.0, 1.0)]
+    found = goodput(events)
+    assert found.seconds("not_running") == pytest.approx(359.0)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_job_that_was_asked_to_stop_is_requeued(is_closed: bool) -> None:
+    """With or without a `close`: a program may leave its block by an exit."""
+    stop = [event("Stopped", 116.0, rank, step=1, cause="signal SIGTERM") for rank in range(2)]
+    ends = [closed(120.0), closed(120.0, 1)] if is_closed else []
+    events = [*ends_at(120.0), *stop, *ends, *again(500.0)]
+    found = goodput(sorted(events, key=lambda each: each["time"]))
+    assert found.seconds("requeued") == pytest.approx(379.0 if is_closed else 381.0)
+    assert found.seconds("restarting") == found.seconds("not_running") == 0.0
+
+
+def test_a_checkpointer_that_is_closed_while_another_goes_on_is_no_end() -> None:
+    other = [event("SaveStarted", 200.0, step=7), staged(7, 201.0, 1.0), closed(210.0)]
+    assert goodput([*ends_at(120.0, 1), closed(120.0), *other]).seconds("not_running") == 0.0
+    assert goodput([*ends_at(120.0, 1), closed(120.0), *other[:2], closed(210.0, 0, "second")]).seconds(
+        "not_running"
+    ) == pytest.approx(80.0)
 
 
 # -- against a simulation ----------------------------------------------------------------------------------------------
