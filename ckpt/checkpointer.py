@@ -17,7 +17,7 @@ from ckpt.arguments import duration
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
 from ckpt.engine.bridge import RestartBridge
 from ckpt.engine.closing import Closing
-from ckpt.engine.parts import CheckpointerSettings, Parts
+from ckpt.engine.parts import CheckpointerSettings, Parts, node_local_path
 from ckpt.engine.phases import Phases
 from ckpt.engine.restores import Restores
 from ckpt.errors import CheckpointNotFoundError, StorageError
@@ -30,7 +30,6 @@ from ckpt.options import Snapshots, Staging
 from ckpt.saving.recover import Branch
 from ckpt.saving.retention import Keep, keep_policy
 from ckpt.storage.names import SaveId
-from ckpt.storage.roots import local_path, own_directory
 from inprocess.ipc.reported_step import report_step
 from inprocess.ipc.uncopied import Uncopied
 
@@ -114,16 +113,12 @@ class Checkpointer(Uncopied):
         rank that has them; for the latter two differences are logged (see docs/guide.md).
         """
         warn_if_portable()
-        if not isinstance(node_local, str | os.PathLike | None):
-            kind = type(node_local).__name__
-            raise TypeError(f"node_local must be a directory, not {node_local!r:.80} ({kind})")
-        node_path = None if node_local is None else own_directory(local_path(node_local), "a directory for pack files")
         settings = CheckpointerSettings(
             keep=keep_policy(keep),
             save_every=save_every,
             snapshots=Snapshots.of(snapshots),
             mirror=Mirror.of(mirror),
-            node_local=node_path,
+            node_local=node_local_path(node_local),
             export=export,
             staging=Staging.of(staging),
             storage_options=storage_options,
@@ -156,7 +151,8 @@ class Checkpointer(Uncopied):
         The state may change as soon as this returns (with `overlap`: parameters at the next optimizer step). Waits only
         when all slots are in use. The first call for a structure of state makes two small collectives, later ones none.
         The first of a run, and the first after a restore, claims the root (one or two more; each rank sees whether
-        it can write there); the others touch no file.
+        it can write there); the others touch no file. CheckpointExistsError, before anything is written, if the root
+        has steps and none was restored, unless other parts of this program have: see `start_over`.
 
         `metrics`, such as ``{"loss": 0.3}``, are recorded with the step as rank 0 gives them: a dict of numbers,
         strings, bools, None, and lists and dicts of these, of less than 64 KiB as JSON.
@@ -209,11 +205,7 @@ class Checkpointer(Uncopied):
         multiple of `Snapshots.every` is kept in memory, as by `snapshot`. A save is a snapshot, too. Then does what
         `maybe_finalize` does. Raises what these raise; ValueError if no step is ever due.
         """
-        if not self._parts.settings.has_schedule:
-            raise ValueError(
-                "step() would never save anything: give Checkpointer save_every=1000 or snapshots=10, or call "
-                "async_save(state, step) for the steps that are to be saved, and maybe_finalize() in each iteration"
-            )
+        self._parts.settings.check_schedule()
         if self._parts.settings.saves(step):
             self.async_save(state, step, metrics=metrics)
         elif self._parts.settings.keeps(step):
@@ -313,6 +305,17 @@ class Checkpointer(Uncopied):
         self._closing.check_open()
         with self._phases("ckpt.restore"):
             return self._restores.recover()
+
+    def start_over(self, run: str) -> bool:
+        """Begin a training anew in a root that has steps, as another branch; False if `run` is the newest one already.
+
+        `run` names the training, and is recorded with its steps: a job that is requeued may call this again. Before
+        `restore`, which gives None until there is a step of `run`. The first save moves all earlier steps to
+        ``.superseded/``, when it is about to be published; until then nothing is changed. Collective, and decides what
+        an ended run left, as `restore` does. Raises what `recover` raises; ValueError on all ranks if names differ.
+        """
+        self._closing.check_writable()
+        return self._restores.start_over(run)
 
     def delete(self, step: int) -> None:
         """Remove a published step now. For rank 0 alone; the others may go on saving.

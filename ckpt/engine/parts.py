@@ -28,14 +28,21 @@ from ckpt.staging.neighbors import node
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.roots import own_root
+from ckpt.storage.roots import local_path, own_directory, own_root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["CheckpointerSettings", "Parts"]
+__all__ = ["CheckpointerSettings", "Parts", "node_local_path"]
 
 _MIRROR_S = 60.0  # for requests to the mirror, which are tried again later
+
+
+def node_local_path(path: Any) -> str | None:
+    """Return the absolute path of an argument `node_local`, or None. TypeError or StorageError if it is invalid."""
+    if not isinstance(path, str | os.PathLike | None):
+        raise TypeError(f"node_local must be a directory, not {path!r:.80} ({type(path).__name__})")
+    return None if path is None else own_directory(local_path(path), "a directory for pack files")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +93,13 @@ class CheckpointerSettings:
             )
         return can if wanted is None else wanted
 
-    @property
-    def has_schedule(self) -> bool:
-        """Whether `Checkpointer.step` ever saves a step, or keeps it in memory."""
-        return self.save_every is not None or (self.snapshots is not None and self.snapshots.every is not None)
+    def check_schedule(self) -> None:
+        """Raise ValueError if `Checkpointer.step` never saves a step, nor keeps it in memory."""
+        if self.save_every is None and (self.snapshots is None or self.snapshots.every is None):
+            raise ValueError(
+                "step() would never save anything: give Checkpointer save_every=1000 or snapshots=10, or call "
+                "async_save(state, step) for the steps that are to be saved, and maybe_finalize() in each iteration"
+            )
 
     def saves(self, step: int) -> bool:
         """Return whether `Checkpointer.step` saves a step."""

@@ -65,7 +65,8 @@ class RestoreReport:
     newer ones, and this one, if it was read from the mirror after its first copy. `unreadable` are newer ones whose
     storage failed, or whose files are on other nodes. Of plain dicts and lists, `added` are the names of items
     that they have got, `removed` of those that they have lost. `left` are the published saves
-    that training has left: newer ones than this, which do not count for this job from now on.
+    that training has left: newer ones than this, which do not count for this job from now on. `run` is the name that
+    `Checkpointer.start_over` gave to the run that the step is of; None if it gave none.
     """
 
     step: int
@@ -82,6 +83,7 @@ class RestoreReport:
     in_memory: bool = False
     lingering: bool = False
     left: tuple[str, ...] = field(default=(), repr=False)
+    run: str | None = None
     restored_paths: tuple[Path, ...] = field(default=(), repr=False)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -177,9 +179,9 @@ def restore_step(
     if finishes:
         with attempt.phase("load"):
             attempt.finish()
-    save = str(attempt.index.summary["save"])
-    seconds = time.perf_counter() - begin
-    return replace(attempt.report, save=save, seconds=seconds, mirror_files=hold.mirror_files)
+    summary = attempt.index.summary
+    report = replace(attempt.report, save=str(summary["save"]), run=summary.get("run"), mirror_files=hold.mirror_files)
+    return replace(report, seconds=time.perf_counter() - begin)
 
 
 class _Attempt:

@@ -26,18 +26,21 @@ _PACKAGE = "ckpt-inprocess"
 class Lineage:
     """What the coordinator records of a save: `restart` is None outside of the in-process wrapper.
 
-    `mirror`: the step is due for the mirror. Rank 0 decides that, once for all ranks, which read it from here.
+    `mirror`: the step is due for the mirror. Rank 0 decides that, once for all ranks, which read it from here. `run`:
+    the name that `Checkpointer.start_over` gave to the run.
     """
 
     restart: int | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     mirror: bool = False
+    run: str | None = None
 
     def to_document(self) -> dict[str, Any]:
         """Return the members of the intent, and of the summary, of the step."""
         document = {"restart": self.restart, "metrics": self.metrics, "versions": self.versions}
-        return document | ({"mirror": True} if self.mirror else {})
+        run = {} if self.run is None else {"run": self.run}
+        return document | ({"mirror": True} if self.mirror else {}) | run
 
 
 def own_versions() -> dict[str, str]:
