@@ -312,7 +312,7 @@ class Checkpointer(Uncopied):
         `run` names the training, and is recorded with its steps: a job that is requeued may call this again. Before
         `restore`, which gives None until there is a step of `run`. The first save moves all earlier steps to
         ``.superseded/``, when it is about to be published; until then nothing is changed. Collective, and decides what
-        an ended run left, as `restore` does. Raises what `recover` raises; ValueError on all ranks if names differ.
+        an ended run left, as `restore` does. Raises what `recover` raises, also if names differ.
         """
         self._closing.check_writable()
         return self._restores.start_over(run)

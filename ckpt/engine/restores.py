@@ -86,10 +86,9 @@ class Restores:
         found = candidates(tiers, None, ranks, self._undecided(None))
         with ranks.all_or_none(f"start the run {run!r}") as phase:
             is_begun = claim.run == run or (ranks.rank == 0 and self._newest_run(found) == run)
-            phase.told = run.encode() + bytes([is_begun])
-        if len({told[:-1] for told in phase.answers}) > 1:
-            raise ValueError(f"ranks start different runs: {sorted({told[:-1].decode() for told in phase.answers})}")
-        if found.ordered and any(told[-1] for told in phase.answers):
+            phase.told = b"begun" if is_begun else b""
+        claim.run = run
+        if found.ordered and any(phase.answers):
             return False  # only its steps count: those that it has left are not among them
         saves = published_saves(tiers, found, ranks)
         note_seen(parts.root.path)
@@ -98,7 +97,6 @@ class Restores:
         if parts.mirror is not None and saves:
             parts.mirror.another_branch()
         self._continue_from(None, self._seen_left, ranks.rank)
-        claim.run = run
         return True
 
     def _newest_run(self, found: Candidates) -> str | None:
@@ -182,10 +180,11 @@ class Restores:
         return None if newer else mirror
 
     def _settle(self, report: RestoreReport | None, restart: int) -> None:
-        if report is None:
-            self._saver.memory_tier.settle(None, restart=restart)
+        tier = self._saver.memory_tier
+        if report is None:  # what `start_over` has left stays so
+            tier.settle(None, restart=restart, left=tier.left)
         else:
-            self._saver.memory_tier.settle(report.step, report.save, restart=restart, left=report.left)
+            tier.settle(report.step, report.save, restart=restart, left=report.left)
 
     def _continue_from(self, report: RestoreReport | None, seen: int | None, rank: int) -> None:
         self.branch = Branch(-1) if report is None else self._branch_of(report, rank)

@@ -57,8 +57,9 @@ class RootClaim:
 
     def _refusal(self, steps: list[int], step: int) -> str:
         number = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, the newest are {steps[-_SHOWN:]}"
+        number += f"; step {step} is already published" if step in steps else ""
         return (
-            f"{self._root.path} has {number}, and this Checkpointer has restored none of them: the save of step {step} "
+            f"{self._root.path} has {number}. This Checkpointer has restored none of them, so the save of step {step} "
             "would mix two trainings. Nothing was written. To go on from the newest step, call restore(state) before "
             "the first save. To begin anew, give another root; or call start_over('NAME OF THE RUN') before the first "
             "save, which then moves these steps to .superseded/"
