@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -20,10 +21,12 @@ from ckpt.engine.closing import Closing
 from ckpt.engine.parts import CheckpointerSettings, Parts, node_local_path
 from ckpt.engine.phases import Phases
 from ckpt.engine.restores import Restores
+from ckpt.engine.schedule import Schedule
 from ckpt.errors import CheckpointNotFoundError, StorageError
 from ckpt.exporting.options import ExportOptions
 from ckpt.loading.options import Rename, RestoreOptions
 from ckpt.loading.restore_step import RestoreReport
+from ckpt.loading.unkept import unkept_containers
 from ckpt.mirroring.options import Mirror
 from ckpt.native import warn_if_portable
 from ckpt.options import Snapshots, Staging
@@ -129,6 +132,7 @@ class Checkpointer(Uncopied):
             on_divergence=on_divergence,
         )
         self._parts = Parts.of(root, settings)
+        self._schedule = Schedule(settings)
         self._phases = Phases(self._parts.saver.timers)
         self._closing = Closing(self._parts)
         self._restores = Restores(self._parts)
@@ -151,18 +155,19 @@ class Checkpointer(Uncopied):
         The state may change as soon as this returns (with `overlap`: parameters at the next optimizer step). Waits only
         when all slots are in use. The first call for a structure of state makes two small collectives, later ones none.
         The first of a run, and the first after a restore, claims the root (one or two more; each rank sees whether
-        it can write there); the others touch no file. CheckpointExistsError, before anything is written, if the root
-        has steps and none was restored, unless other parts of this program have: see `start_over`.
+        it can write there); the others touch no file.
 
         `metrics`, such as ``{"loss": 0.3}``, are recorded with the step as rank 0 gives them: a dict of numbers,
         strings, bools, None, and lists and dicts of these, of less than 64 KiB as JSON.
 
         Raises StateError, naming the key path, for a leaf or a metric that cannot be stored, and on all ranks when
         ranks contradict each other, or one needs more memory than `Staging.max_host_bytes`; FencedError when a job that
-        started later owns the root. Nothing was started then.
+        started later owns the root; CheckpointExistsError when the root has steps and none was restored (see
+        `start_over`). Nothing was started then.
         """
         begin = time.perf_counter()
         self._closing.check_writable()
+        self._schedule.note_save()
         with self._phases("ckpt.stage"):
             due = self._parts.mirror is not None and self._parts.mirror.is_next_due(self._parts.saver.in_flight)
             request, save = self._parts.saver.request(state, step, begin, metrics, mirror=due)
@@ -205,10 +210,10 @@ class Checkpointer(Uncopied):
         multiple of `Snapshots.every` is kept in memory, as by `snapshot`. A save is a snapshot, too. Then does what
         `maybe_finalize` does. Raises what these raise; ValueError if no step is ever due.
         """
-        self._parts.settings.check_schedule()
-        if self._parts.settings.saves(step):
+        due = self._schedule.due(step)
+        if due == "save":
             self.async_save(state, step, metrics=metrics)
-        elif self._parts.settings.keeps(step):
+        elif due == "snapshot":
             self.snapshot(state, step)
         return self.maybe_finalize()
 
@@ -290,8 +295,9 @@ class Checkpointer(Uncopied):
         if no step can be read, after which tensors may be overwritten in part; CheckpointNotFoundError. All ranks raise
         together.
         """
+        unkept = unkept_containers(sys.getrefcount(state), state)
         self._closing.check_open()
-        options = RestoreOptions.of(strict, only, rename, cast, resize, fall_back, structure)
+        options = RestoreOptions.of(strict, only, rename, cast, resize, fall_back, structure, unkept)
         with self._phases("ckpt.restore"):
             return self._restores.restore(state, step, options)
 
@@ -307,12 +313,11 @@ class Checkpointer(Uncopied):
             return self._restores.recover()
 
     def start_over(self, run: str) -> bool:
-        """Begin a training anew in a root that has steps, as another branch; False if `run` is the newest one already.
+        """Begin a training anew in a root that has steps; False, and nothing is done, if the newest is of `run` already.
 
-        `run` names the training, and is recorded with its steps: a job that is requeued may call this again. Before
-        `restore`, which gives None until there is a step of `run`. The first save moves all earlier steps to
-        ``.superseded/``, when it is about to be published; until then nothing is changed. Collective, and decides what
-        an ended run left, as `restore` does. Raises what `recover` raises, also if names differ.
+        `run` names the training, and is recorded with its steps, so a job that is requeued may call this again; then
+        `restore`, which gives None until `run` has a step. The first save moves all earlier steps to ``.superseded/``
+        when it is about to be published. Collective. Raises what `recover` raises.
         """
         self._closing.check_writable()
         return self._restores.start_over(run)

@@ -93,23 +93,6 @@ class CheckpointerSettings:
             )
         return can if wanted is None else wanted
 
-    def check_schedule(self) -> None:
-        """Raise ValueError if `Checkpointer.step` never saves a step, nor keeps it in memory."""
-        if self.save_every is None and (self.snapshots is None or self.snapshots.every is None):
-            raise ValueError(
-                "step() would never save anything: give Checkpointer save_every=1000 or snapshots=10, or call "
-                "async_save(state, step) for the steps that are to be saved, and maybe_finalize() in each iteration"
-            )
-
-    def saves(self, step: int) -> bool:
-        """Return whether `Checkpointer.step` saves a step."""
-        return self.save_every is not None and step % self.save_every == 0
-
-    def keeps(self, step: int) -> bool:
-        """Return whether `Checkpointer.step` keeps a step in memory, if it does not save it."""
-        every = None if self.snapshots is None else self.snapshots.every
-        return every is not None and step % every == 0
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:

@@ -36,6 +36,7 @@ from ckpt.loading.own_loading import check_inference_tensors
 from ckpt.loading.state_update import StateUpdate
 from ckpt.loading.step_hold import HeldSource
 from ckpt.loading.structure import Structure
+from ckpt.loading.unkept import lost_names, warn_of_lost
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
@@ -179,6 +180,7 @@ def restore_step(
     if finishes:
         with attempt.phase("load"):
             attempt.finish()
+    warn_of_lost(attempt.lost, step)
     summary = attempt.index.summary
     report = replace(attempt.report, save=str(summary["save"]), run=summary.get("run"), mirror_files=hold.mirror_files)
     return replace(report, seconds=time.perf_counter() - begin)
@@ -193,6 +195,7 @@ class _Attempt:
         self._options = options
         self._memory = None if options.rename else memory  # which knows the names of the save only
         self.report = RestoreReport(step)
+        self.lost: list[str] = []
         self.index: CheckpointIndex
         self._match: Match
         self._has_tensors = False
@@ -233,6 +236,9 @@ class _Attempt:
         owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]
         check_inference_tensors(owners)
         self._note_structure(structure)
+        if self._ranks.rank == 0:  # the others have lost the same
+            changed = [*(each.path for each in self._match.assignments), *structure.added]
+            self.lost = lost_names(self._options.unkept, changed)
         update = self._update = StateUpdate(self._match, owners, structure, handovers.by_path)
         flags = _FLAGS.pack(bool(self._match.mismatches), update.tries, update.finishes)
         return flags + known_names(self._match, str(self.index.summary["save"]))

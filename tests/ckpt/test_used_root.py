@@ -163,9 +163,10 @@ def _leave_complete(root: str, step: int, monkeypatch: pytest.MonkeyPatch, run: 
     checkpointer = ckpt.Checkpointer(root)
     if run is not None:
         assert checkpointer.start_over(run)
-    with monkeypatch.context() as patch, pytest.raises(_Stop):
+    with monkeypatch.context() as patch:
         patch.setattr(write, "publish", stop)
-        save_here(checkpointer, _state(float(step)), step)
+        with pytest.raises(_Stop):
+            save_here(checkpointer, _state(float(step)), step)
     checkpointer.__exit__(_Stop, _Stop(), None)
 
 
