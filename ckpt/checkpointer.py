@@ -18,11 +18,11 @@ from ckpt.arguments import duration
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
 from ckpt.engine.bridge import RestartBridge
 from ckpt.engine.closing import Closing
+from ckpt.engine.deletion import delete_step
 from ckpt.engine.parts import CheckpointerSettings, Parts, node_local_path
 from ckpt.engine.phases import Phases
 from ckpt.engine.restores import Restores
 from ckpt.engine.schedule import Schedule
-from ckpt.errors import CheckpointNotFoundError, StorageError
 from ckpt.exporting.options import ExportOptions
 from ckpt.loading.options import Rename, RestoreOptions
 from ckpt.loading.restore_step import RestoreReport
@@ -313,7 +313,7 @@ class Checkpointer(Uncopied):
             return self._restores.recover()
 
     def start_over(self, run: str) -> bool:
-        """Begin a training anew in a root that has steps; False, and nothing is done, if the newest is of `run` already.
+        """Begin a training anew in a root that has steps; False, with nothing done, if the newest is of `run` already.
 
         `run` names the training, and is recorded with its steps, so a job that is requeued may call this again; then
         `restore`, which gives None until `run` has a step. The first save moves all earlier steps to ``.superseded/``
@@ -329,17 +329,7 @@ class Checkpointer(Uncopied):
         not there, StorageError if it is being read or pinned, FencedError if a job that started later owns the root.
         """
         self._closing.check_writable()
-        if self._parts.ranks.rank != 0:
-            raise ValueError(f"rank {self._parts.ranks.rank} cannot delete step {step}: call delete on rank 0 alone")
-        root = self._parts.root
-        if step not in root.steps():
-            raise CheckpointNotFoundError(
-                f"{root.path} has no published step {step}; it has {root.steps() or 'none'}", step=step
-            )
-        if not root.remove_step(step, self._parts.saver.root_claim.own()):
-            if step in root.pinned_steps():
-                raise StorageError(f"step {step} of {root.path} is pinned: unpin it first")
-            raise StorageError(f"step {step} of {root.path} is being read: delete it when its readers are done")
+        delete_step(self._parts, step)
 
     def pin(self, step: int) -> None:
         """Keep a published step, whatever `keep` says, until it is unpinned: also in later runs. Any rank.
