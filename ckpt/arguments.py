@@ -11,12 +11,15 @@ __all__ = [
     "check_choice",
     "check_flag",
     "check_mapping",
+    "check_name",
     "check_number",
     "check_step",
     "duration",
     "in_seconds",
     "whole_number",
 ]
+
+_LONGEST_NAME = 200
 
 
 def duration(name: str, value: Any, *, or_zero: bool = False) -> timedelta:
@@ -71,6 +74,14 @@ def check_mapping(name: str, value: Any) -> None:
         raise TypeError(
             f"{name} must be a dict, such as {{'endpoint': 'http://host:9000'}}, not a {type(value).__name__}"
         )
+
+
+def check_name(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless `value` is a short text of printable characters."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a name, such as 'run7', not {_shown(value)}")
+    if not (value.strip() and value.isprintable() and len(value) <= _LONGEST_NAME):
+        raise ValueError(f"{name} must be a name of 1 to {_LONGEST_NAME} printable characters, not {value!r:.80}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -17,20 +18,22 @@ from ckpt.arguments import duration
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
 from ckpt.engine.bridge import RestartBridge
 from ckpt.engine.closing import Closing
-from ckpt.engine.parts import CheckpointerSettings, Parts
+from ckpt.engine.deletion import delete_step
+from ckpt.engine.parts import CheckpointerSettings, Parts, node_local_path
 from ckpt.engine.phases import Phases
 from ckpt.engine.restores import Restores
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from ckpt.engine.schedule import Schedule
+from ckpt.errors import CheckpointError
 from ckpt.exporting.options import ExportOptions
 from ckpt.loading.options import Rename, RestoreOptions
 from ckpt.loading.restore_step import RestoreReport
+from ckpt.loading.unkept import unkept_containers
 from ckpt.mirroring.options import Mirror
 from ckpt.native import warn_if_portable
 from ckpt.options import FailedSaves, Snapshots, Staging
 from ckpt.saving.recover import Branch
 from ckpt.saving.retention import Keep, keep_policy
 from ckpt.storage.names import SaveId
-from ckpt.storage.roots import local_path, own_directory
 from inprocess.ipc.reported_step import report_step
 from inprocess.ipc.uncopied import Uncopied
 
@@ -112,16 +115,12 @@ class Checkpointer(Uncopied):
         and the next save go on: until saves have failed for six hours, or as a `FailedSaves` says. See `failed_steps`.
         """
         warn_if_portable()
-        if not isinstance(node_local, str | os.PathLike | None):
-            kind = type(node_local).__name__
-            raise TypeError(f"node_local must be a directory, not {node_local!r:.80} ({kind})")
-        node_path = None if node_local is None else own_directory(local_path(node_local), "a directory for pack files")
         settings = CheckpointerSettings(
             keep=keep_policy(keep),
             save_every=save_every,
             snapshots=Snapshots.of(snapshots),
             mirror=Mirror.of(mirror),
-            node_local=node_path,
+            node_local=node_local_path(node_local),
             export=export,
             staging=Staging.of(staging),
             storage_options=storage_options,
@@ -132,6 +131,7 @@ class Checkpointer(Uncopied):
             on_failed_save=FailedSaves.of(on_failed_save),
         )
         self._parts = Parts.of(root, settings)
+        self._schedule = Schedule(settings)
         self._phases = Phases(self._parts.saver.timers)
         self._closing = Closing(self._parts)
         self._restores = Restores(self._parts)
@@ -161,10 +161,12 @@ class Checkpointer(Uncopied):
 
         Raises StateError, naming the key path, for a leaf or a metric that cannot be stored, and on all ranks when
         ranks contradict each other, or one needs more memory than `Staging.max_host_bytes`; FencedError when a job that
-        started later owns the root. Nothing was started then.
+        started later owns the root; CheckpointExistsError when the root has steps and none was restored (see
+        `start_over`). Nothing was started then.
         """
         begin = time.perf_counter()
         self._closing.check_writable()
+        self._schedule.note_save()
         with self._phases("ckpt.stage"):
             due = self._parts.mirror is not None and self._parts.mirror.is_next_due(self._parts.saver.in_flight)
             request, save = self._parts.saver.request(state, step, begin, metrics, mirror=due)
@@ -214,14 +216,10 @@ class Checkpointer(Uncopied):
         multiple of `Snapshots.every` is kept in memory, as by `snapshot`. A save is a snapshot, too. Then does what
         `maybe_finalize` does. Raises what these raise; ValueError if no step is ever due.
         """
-        if not self._parts.settings.has_schedule:
-            raise ValueError(
-                "step() would never save anything: give Checkpointer save_every=1000 or snapshots=10, or call "
-                "async_save(state, step) for the steps that are to be saved, and maybe_finalize() in each iteration"
-            )
-        if self._parts.settings.saves(step):
+        due = self._schedule.due(step)
+        if due == "save":
             self.async_save(state, step, metrics=metrics)
-        elif self._parts.settings.keeps(step):
+        elif due == "snapshot":
             self.snapshot(state, step)
         return self.maybe_finalize()
 
@@ -304,8 +302,9 @@ class Checkpointer(Uncopied):
         StorageError if no step can be read, after which tensors may be overwritten in part; CheckpointNotFoundError.
         All ranks raise together.
         """
+        unkept = unkept_containers(sys.getrefcount(state), state)
         self._closing.check_open()
-        options = RestoreOptions.of(strict, only, rename, cast, resize, fall_back, structure)
+        options = RestoreOptions.of(strict, only, rename, cast, resize, fall_back, structure, unkept)
         with self._phases("ckpt.restore"):
             return self._restores.restore(state, step, options)
 
@@ -320,6 +319,16 @@ class Checkpointer(Uncopied):
         with self._phases("ckpt.restore"):
             return self._restores.recover()
 
+    def start_over(self, run: str) -> bool:
+        """Begin a training anew in a root that has steps; False, with nothing done, if the newest is of `run` already.
+
+        `run` names the training, and is recorded with its steps, so a job that is requeued may call this again; then
+        `restore`, which gives None until `run` has a step. The first save moves all earlier steps to ``.superseded/``
+        when it is about to be published. Collective. Raises what `recover` raises.
+        """
+        self._closing.check_writable()
+        return self._restores.start_over(run)
+
     def delete(self, step: int) -> None:
         """Remove a published step now. For rank 0 alone; the others may go on saving.
 
@@ -327,17 +336,7 @@ class Checkpointer(Uncopied):
         not there, StorageError if it is being read or pinned, FencedError if a job that started later owns the root.
         """
         self._closing.check_writable()
-        if self._parts.ranks.rank != 0:
-            raise ValueError(f"rank {self._parts.ranks.rank} cannot delete step {step}: call delete on rank 0 alone")
-        root = self._parts.root
-        if step not in root.steps():
-            raise CheckpointNotFoundError(
-                f"{root.path} has no published step {step}; it has {root.steps() or 'none'}", step=step
-            )
-        if not root.remove_step(step, self._parts.saver.root_claim.own()):
-            if step in root.pinned_steps():
-                raise StorageError(f"step {step} of {root.path} is pinned: unpin it first")
-            raise StorageError(f"step {step} of {root.path} is being read: delete it when its readers are done")
+        delete_step(self._parts, step)
 
     def pin(self, step: int) -> None:
         """Keep a published step, whatever `keep` says, until it is unpinned: also in later runs. Any rank.

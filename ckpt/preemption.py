@@ -203,8 +203,8 @@ class PreemptionWatcher(Uncopied):
         self._is_in_vain = not saved and (self._checkpointer.current_step,) == (self._began_at or (None,))
         if self._has_stopped and self._is_in_vain:
             _log.error(
-                "nothing of this run is published: the exit code is %d, not %d, as the next run would do all of it again; "
-                "make room or repair the root before it is started",
+                "nothing of this run is published: the exit code is %d, not %d, as the next run would do all of it "
+                "again; make room or repair the root before it is started",
                 self.exit_code,
                 self._exit_code,
             )

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Bridge", "CheckpointAbort", "CheckpointFinalize", "CheckpointInitialize", "Recoverable", "report_sections"]
 
 _log = logging.getLogger("ckpt")
+_DRAIN = timedelta(seconds=30)
 
 
 def report_sections(checkpointer: Checkpointer, client: RankMonitorClient) -> None:
@@ -116,11 +117,13 @@ class CheckpointFinalize(Finalize):
         self,
         checkpointer: Recoverable,
         on_fault: Literal["drain", "abort"] = "drain",
-        drain_timeout: timedelta | float = timedelta(seconds=30),
+        drain_timeout: timedelta | float = _DRAIN,
     ) -> None:
         if on_fault not in ("drain", "abort"):
             raise ValueError(f"on_fault must be 'drain' or 'abort', not {on_fault!r}")
         longest = duration("drain_timeout", drain_timeout, or_zero=True)
+        if on_fault == "abort" and longest != _DRAIN:
+            raise ValueError("drain_timeout has a meaning only with on_fault='drain': with 'abort' nothing is drained")
         self._bridge = checkpointer.bridge
         self._drain_timeout = longest if on_fault == "drain" else None
 

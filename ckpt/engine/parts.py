@@ -31,14 +31,21 @@ from ckpt.storage.compression import Compression
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
-from ckpt.storage.roots import own_root
+from ckpt.storage.roots import local_path, own_directory, own_root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["CheckpointerSettings", "Parts"]
+__all__ = ["CheckpointerSettings", "Parts", "node_local_path"]
 
 _MIRROR_S = 60.0  # for requests to the mirror, which are tried again later
+
+
+def node_local_path(path: Any) -> str | None:
+    """Return the absolute path of an argument `node_local`, or None. TypeError or StorageError if it is invalid."""
+    if not isinstance(path, str | os.PathLike | None):
+        raise TypeError(f"node_local must be a directory, not {path!r:.80} ({type(path).__name__})")
+    return None if path is None else own_directory(local_path(path), "a directory for pack files")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,20 +95,6 @@ class CheckpointerSettings:
                 f"node_local, and a local root (keep={self.keep}, compression={compression!r})"
             )
         return can if wanted is None else wanted
-
-    @property
-    def has_schedule(self) -> bool:
-        """Whether `Checkpointer.step` ever saves a step, or keeps it in memory."""
-        return self.save_every is not None or (self.snapshots is not None and self.snapshots.every is not None)
-
-    def saves(self, step: int) -> bool:
-        """Return whether `Checkpointer.step` saves a step."""
-        return self.save_every is not None and step % self.save_every == 0
-
-    def keeps(self, step: int) -> bool:
-        """Return whether `Checkpointer.step` keeps a step in memory, if it does not save it."""
-        every = None if self.snapshots is None else self.snapshots.every
-        return every is not None and step % every == 0
 
 
 @dataclass(frozen=True, slots=True)

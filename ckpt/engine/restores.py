@@ -14,17 +14,19 @@ import logging
 import time
 from typing import Any
 
+from ckpt.arguments import check_name
 from ckpt.engine.parts import Parts
-from ckpt.errors import StorageError
-from ckpt.loading.candidates import saves_of
+from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ckpt.loading.candidates import run_of, saves_of
 from ckpt.loading.options import RestoreOptions
-from ckpt.loading.restore import Undecided, candidates, restore
+from ckpt.loading.restore import Candidates, Undecided, candidates, published_saves, restore
 from ckpt.loading.restore_step import RestoreReport
 from ckpt.ranks.group import Alone, Group
 from ckpt.saving.recover import Branch, recover_for_restore
 from ckpt.saving.scheduled import wait_for_program, wait_for_step
 from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
+from ckpt.storage.seen_roots import note_seen
 from inprocess.ipc.reported_step import report_step
 from inprocess.ipc.restart_index import current_restart_index
 
@@ -68,6 +70,7 @@ class Restores:
         read_only = parts.settings.read_only
         tiers, memory, left = parts.tiers(parts.mirror_root), self._saver.memory, self._undecided(step)
         report = restore(tiers, state, step, options, ranks, memory, left, read_only)
+        note_seen(parts.root.path)
         self.note(report)
         self._settle(report, current_restart_index() or 0)
         self._continue_from(report, self._seen_left, ranks.rank)
@@ -81,7 +84,41 @@ class Restores:
         parts = self._parts
         parts.ranks.doing = "the recovery of earlier saves"
         found = candidates(parts.tiers(parts.mirror_root), None, parts.ranks, self._undecided(None))
+        note_seen(parts.root.path)
         return sorted({candidate.step for candidate in found.ordered})
+
+    def start_over(self, run: str) -> bool:
+        """See `Checkpointer.start_over`."""
+        check_name("run", run)
+        parts, ranks, claim = self._parts, self._parts.ranks, self._saver.root_claim
+        ranks.doing = f"the start of the run {run!r}"
+        tiers = parts.tiers(parts.mirror_root)
+        found = candidates(tiers, None, ranks, self._undecided(None))
+        with ranks.all_or_none(f"start the run {run!r}") as phase:
+            is_begun = claim.run == run or (ranks.rank == 0 and self._newest_run(found) == run)
+            phase.told = b"begun" if is_begun else b""
+        claim.run = run
+        if found.ordered and any(phase.answers):
+            return False  # only its steps count: those that it has left are not among them
+        saves = published_saves(tiers, found, ranks)
+        note_seen(parts.root.path)
+        self.note(None)
+        self._saver.memory_tier.settle(None, restart=current_restart_index() or 0, left=saves)
+        if parts.mirror is not None and saves:
+            parts.mirror.another_branch()
+        self._continue_from(None, self._seen_left, ranks.rank)
+        return True
+
+    def _newest_run(self, found: Candidates) -> str | None:
+        """Return the run of the newest published step that can be read; None if it has none."""
+        for candidate in found.ordered:
+            root = self._parts.mirror_root if candidate.in_mirror else self._parts.root
+            if candidate.save is None and root is not None:
+                try:
+                    return run_of(root, candidate.step)
+                except (CheckpointCorruptError, CheckpointNotFoundError, StorageError) as error:
+                    _log.warning("it is not known which run step %d of %s is of: %s", candidate.step, root.path, error)
+        return None
 
     def restore_registered_alone(self, last: RestoreReport | None, rank: int) -> None:
         """Restore the registered state after a fault, without communication; `last` was restored before that."""
@@ -153,13 +190,16 @@ class Restores:
         return None if newer else mirror
 
     def _settle(self, report: RestoreReport | None, restart: int) -> None:
-        if report is None:
-            self._saver.memory_tier.settle(None, restart=restart)
+        tier = self._saver.memory_tier
+        if report is None:  # what `start_over` has left stays so
+            tier.settle(None, restart=restart, left=tier.left)
         else:
-            self._saver.memory_tier.settle(report.step, report.save, restart=restart, left=report.left)
+            tier.settle(report.step, report.save, restart=restart, left=report.left)
 
     def _continue_from(self, report: RestoreReport | None, seen: int | None, rank: int) -> None:
         self.branch = Branch(-1) if report is None else self._branch_of(report, rank)
+        if report is not None:  # else the run that `start_over` has begun goes on, without a step
+            self._saver.root_claim.run = report.run
         if self._parts.mirror is not None and report is not None and report.left:
             self._parts.mirror.another_branch()
         self._saver.continue_from(self.branch, seen)

@@ -18,6 +18,7 @@ a checkpoint is whole or absent, and what ModelCheckpoint removes stays until a 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -292,6 +293,7 @@ class _Directory:
         self.checkpointer = checkpointer
         self.shared = shared  # by all ranks, which save together
         self._root = root
+        self._recover_once = functools.cache(checkpointer.recover)
         self._last: int | None = None  # the number of the newest save
         self._saves: dict[int, str] = {}  # the paths of saves that are not known to be published, by step
         self._removals: list[tuple[int, str]] = []  # each path with the step that must be published before
@@ -316,6 +318,7 @@ class _Directory:
 
     def save(self, checkpoint: dict[str, Any], path: str, step: int, metrics: dict[str, Any]) -> None:
         """Stage and schedule a save."""
+        self._recover_once()  # else its steps are taken for those of another training; here each has its name
         self._last = step
         self._saves[step] = path
         self.checkpointer.async_save(checkpoint, step, metrics=metrics)

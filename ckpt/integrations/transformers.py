@@ -244,7 +244,8 @@ class CkptTrainer(Trainer):
             return
         assert self._checkpointer is not None
         expected = self._resume.step
-        restored = self._checkpointer.restore(self._state_at(""), None if self._resume.newest else expected)
+        state = self._state_at("")  # of which the trainer_state was read before
+        restored = self._checkpointer.restore(state, None if self._resume.newest else expected)
         if restored is None:
             raise CheckpointNotFoundError(f"step {expected} of {self.checkpoint_root} was removed", step=expected)
         if restored != expected:
@@ -269,7 +270,8 @@ class CkptTrainer(Trainer):
         # Another one, and only to read: the steps after the best one stay on the branch.
         with Checkpointer(self.checkpoint_root, read_only=True) as reader:
             try:
-                reader.restore(self._state_at(""), step)
+                state = self._state_at("")
+                reader.restore(state, step)
             except CheckpointNotFoundError as error:
                 _log.warning("The best model was not loaded: %s", error)
 

@@ -48,7 +48,7 @@ __all__ = [
     "greeting",
 ]
 
-_PROTOCOL = b"ckpt linger 3"
+_PROTOCOL = b"ckpt linger 4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class MemoryRecord:
     snapshot that this start began with, if it was one, and `token` that of the owner of the root then. `fences` are the
     restores since: pairs of a restart index and a step. `root` is the identity of the root. `restores`
     is the number of the last restore that the ranks agreed on, and `left` has the names of the published saves that
-    training has left.
+    training has left. Training `began_anew` if that restore was of no step.
     """
 
     start: int
@@ -69,6 +69,7 @@ class MemoryRecord:
     root: str = ""
     restores: int = 0
     left: list[str] = field(default_factory=list)
+    began_anew: bool = False
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------

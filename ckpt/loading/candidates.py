@@ -11,14 +11,17 @@ made later. No name decides.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt.errors import CheckpointNotFoundError, StorageError
+from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ckpt.storage.documents import decode_root, well_formed
 from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
+from ckpt.storage.step_source import read_document
 
-__all__ = ["Candidate", "PublishedCandidates", "in_order", "published_candidates", "saves_of"]
+__all__ = ["Candidate", "PublishedCandidates", "in_order", "published_candidates", "run_of", "saves_of"]
 
 _log = logging.getLogger("ckpt")
 
@@ -80,6 +83,21 @@ def _save_of(root: Root, step: int) -> str | None:
     except StorageError as error:
         _log.warning("it is not known which save step %d of %s is: %s", step, root.path, error)
         return None
+
+
+def run_of(root: Root, step: int) -> str | None:
+    """Return the name of the run that a published step is of; None if it has none.
+
+    CheckpointCorruptError or StorageError if that cannot be read.
+    """
+    source = root.source_of(step)
+    where = os.path.join(source.path, "zarr.json")
+    data = read_document(source, "zarr.json")
+    with well_formed(where):
+        if data is None:
+            raise CheckpointCorruptError(f"{where} is missing")
+        run = decode_root(data, where)["attributes"]["ckpt"].get("run")
+    return run if isinstance(run, str) else None
 
 
 def published_candidates(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Candidate]:

@@ -232,7 +232,7 @@ def checked_summary(summary: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"unknown format {summary['format']!r:.80}")
     for name in ("step", "world_size", "owner", "bytes", "files", "tensors"):
         whole_number(summary[name])
-    for name in ("save", "plan"):
+    for name in ("save", "plan", *(("run",) if "run" in summary else ())):
         if type(summary[name]) is not str:
             raise ValueError(f"{name} is {summary[name]!r:.80}, not a string")
     before = summary["continues"]

@@ -22,6 +22,7 @@ from ckpt.storage.dtypes import stored
 from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
+from ckpt.storage.seen_roots import note_seen
 from ckpt.storage.step_source import HeldStep
 from inprocess.ipc.uncopied import Uncopied
 
@@ -229,7 +230,10 @@ def open_checkpoint(
     permission; with it, a lease is made if `path` is a checkpoint root.
     Raises CheckpointNotFoundError, CheckpointCorruptError, FormatVersionError.
     """
-    return open_step(open_root(path, StorageOptions.of(storage_options, _TIMEOUT_S)), step)
+    root = open_root(path, StorageOptions.of(storage_options, _TIMEOUT_S))
+    checkpoint = open_step(root, step)
+    note_seen(os.path.dirname(root.path) if checkpoint.path == root.path else root.path)
+    return checkpoint
 
 
 def open_step(root: Root, step: int | None = None) -> Checkpoint:

@@ -22,7 +22,7 @@ _SEPARATORS = ("/", ".")
 
 @dataclass(frozen=True, slots=True)
 class RestoreOptions:
-    """See `ckpt.Checkpointer.restore`."""
+    """See `ckpt.Checkpointer.restore`. What is restored into `unkept` containers is lost: see `ckpt.loading.unkept`."""
 
     strict: bool = True
     only: tuple[str, ...] | None = None
@@ -31,6 +31,7 @@ class RestoreOptions:
     resize: bool = False
     fall_back: bool = True
     structure: Literal["step", "state"] = "step"
+    unkept: frozenset[Path] = frozenset()
 
     @classmethod
     def of(
@@ -42,6 +43,7 @@ class RestoreOptions:
         resize: bool,
         fall_back: bool = True,
         structure: Literal["step", "state"] = "step",
+        unkept: frozenset[Path] = frozenset(),
     ) -> RestoreOptions:
         """Check the arguments of a restore."""
         if isinstance(only, str):
@@ -53,7 +55,7 @@ class RestoreOptions:
             raise TypeError(f"rename is a function of a name or a dict of prefixes, not {rename!r:.100}")
         if structure not in ("step", "state"):
             raise ValueError(f'structure is "step" or "state", not {structure!r:.80}')
-        return cls(strict, names, rename, cast, resize, fall_back, structure)
+        return cls(strict, names, rename, cast, resize, fall_back, structure, unkept)
 
     def selects(self, path: Path) -> bool:
         """Return whether what is at `path` is to be restored."""

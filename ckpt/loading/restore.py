@@ -34,7 +34,7 @@ from ckpt.storage.names import parse_save_name
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["Candidates", "StepsInMemory", "Tiers", "Undecided", "candidates", "restore"]
+__all__ = ["Candidates", "StepsInMemory", "Tiers", "Undecided", "candidates", "published_saves", "restore"]
 
 _log = logging.getLogger("ckpt")
 _MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
@@ -56,6 +56,10 @@ class StepsInMemory(Protocol):
     def left(self) -> frozenset[str]:
         """The published saves that training has left, by name: after `choose` the same on all ranks."""
 
+    @property
+    def began_anew(self) -> bool:
+        """Whether training goes on from no step: after `choose` the same on all ranks."""
+
     def open(self, save: str, ranks: Group) -> StepSource:
         """Return one of them, to be read. Collective. Raises what it raises on all ranks."""
 
@@ -70,7 +74,8 @@ class StepsInMemory(Protocol):
 class Tiers:
     """Where steps may be: in a root, with node-local pack files in `packs`; in the mirror of the root; in memory.
 
-    `left` are the published saves that training has left, if there is no memory to tell.
+    `left` are the published saves that training has left, and it `began_anew` if it goes on from no step, if there is
+    no memory to tell.
     """
 
     root: Root
@@ -78,10 +83,12 @@ class Tiers:
     packs: NodePacks | None = None
     memory: StepsInMemory | None = None
     left: frozenset[str] = frozenset()
+    began_anew: bool = False
 
     def without_memory(self) -> Tiers:
         """Return these tiers without memory."""
-        return self if self.memory is None else replace(self, memory=None, left=self.memory.left)
+        held = self.memory
+        return self if held is None else replace(self, memory=None, left=held.left, began_anew=held.began_anew)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,13 +261,13 @@ def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecide
     offers = [offered for _, _, offered in said]
     listed = tuple(Candidate(int(number), bool(in_mirror)) for number, in_mirror, _ in json.loads(said[0][0]))
     in_memory = [] if held is None else held.choose(offers)
-    left = tiers.left if held is None else held.left
+    left, began_anew = (tiers.left, tiers.began_anew) if held is None else (held.left, held.began_anew)
     unknown = {number for number, _ in in_memory} | _steps_of(left)
     published = _with_saves(tiers, PublishedCandidates(listed, {}), unknown, ranks)
     ordered = in_order(published, in_memory, (lambda save: 0) if held is None else held.before, left)
     if step is None:
         counts = [each for each in ordered if each.save is not None or published.saves.get(each.step) not in left]
-        if counts or not ordered:
+        if counts or not ordered or began_anew:
             return Candidates(counts, published, left)
         raise CheckpointNotFoundError(
             f"{root.path} has no step that training could go on from: the one that was restored last is gone, and "
@@ -272,6 +279,13 @@ def candidates(tiers: Tiers, step: int | None, ranks: Group, undecided: Undecide
     steps = sorted({candidate.step for candidate in ordered})
     where = root.path if mirror is None else f"{root.path}, with its mirror {mirror.path},"
     raise CheckpointNotFoundError(f"{where} has no published step {step}; it has {steps or 'none'}", step=step)
+
+
+def published_saves(tiers: Tiers, found: Candidates, ranks: Group) -> list[str]:
+    """Return the names of all published saves, as far as they are known. Collective."""
+    steps = found.published.newer_than(-1)
+    saves = _with_saves(tiers, found.published, steps, ranks).saves
+    return [save for step in steps if (save := saves.get(step)) is not None]
 
 
 def _looks(ranks: Group) -> bool:

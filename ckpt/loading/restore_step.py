@@ -38,6 +38,7 @@ from ckpt.loading.remedies import listed, misfit
 from ckpt.loading.state_update import StateUpdate
 from ckpt.loading.step_hold import HeldSource
 from ckpt.loading.structure import Structure
+from ckpt.loading.unkept import lost_names, warn_of_lost
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
@@ -66,7 +67,8 @@ class RestoreReport:
     newer ones, and this one, if it was read from the mirror after its first copy. `unreadable` are newer ones whose
     storage failed, or whose files are on other nodes. Of plain dicts and lists, `added` are the names of items
     that they have got, `removed` of those that they have lost. `left` are the published saves
-    that training has left: newer ones than this, which do not count for this job from now on.
+    that training has left: newer ones than this, which do not count for this job from now on. `run` is the name that
+    `Checkpointer.start_over` gave to the run that the step is of; None if it gave none.
     """
 
     step: int
@@ -83,6 +85,7 @@ class RestoreReport:
     in_memory: bool = False
     lingering: bool = False
     left: tuple[str, ...] = field(default=(), repr=False)
+    run: str | None = None
     restored_paths: tuple[Path, ...] = field(default=(), repr=False)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -178,9 +181,10 @@ def restore_step(
     if finishes:
         with attempt.phase("load"):
             attempt.finish()
-    save = str(attempt.index.summary["save"])
-    seconds = time.perf_counter() - begin
-    return replace(attempt.report, save=save, seconds=seconds, mirror_files=hold.mirror_files)
+    warn_of_lost(attempt.lost, step)
+    summary = attempt.index.summary
+    report = replace(attempt.report, save=str(summary["save"]), run=summary.get("run"), mirror_files=hold.mirror_files)
+    return replace(report, seconds=time.perf_counter() - begin)
 
 
 class _Attempt:
@@ -192,6 +196,7 @@ class _Attempt:
         self._options = options
         self._memory = None if options.rename else memory  # which knows the names of the save only
         self.report = RestoreReport(step)
+        self.lost: list[str] = []
         self.index: CheckpointIndex
         self._match: Match
         self._state: Any = None
@@ -236,6 +241,9 @@ class _Attempt:
         owners = [owner for owner in flat.owners if owner.path not in optimizers.not_loaded]
         check_inference_tensors(owners)
         self._note_structure(structure)
+        if self._ranks.rank == 0:  # the others have lost the same
+            changed = [*(each.path for each in self._match.assignments), *structure.added]
+            self.lost = lost_names(self._options.unkept, changed)
         update = self._update = StateUpdate(self._match, owners, structure, handovers.by_path)
         flags = _FLAGS.pack(bool(self._match.mismatches), update.tries, update.finishes)
         return flags + known_names(self._match, str(self.index.summary["save"]))

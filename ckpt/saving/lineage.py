@@ -25,18 +25,21 @@ _MAX_NESTING = 32
 class Lineage:
     """What the coordinator records of a save: `restart` is None outside of the in-process wrapper.
 
-    `mirror`: the step is due for the mirror. Rank 0 decides that, once for all ranks, which read it from here.
+    `mirror`: the step is due for the mirror. Rank 0 decides that, once for all ranks, which read it from here. `run`:
+    the name that `Checkpointer.start_over` gave to the run.
     """
 
     restart: int | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     mirror: bool = False
+    run: str | None = None
 
     def to_document(self) -> dict[str, Any]:
         """Return the members of the intent, and of the summary, of the step."""
         document = {"restart": self.restart, "metrics": self.metrics, "versions": self.versions}
-        return document | ({"mirror": True} if self.mirror else {})
+        run = {} if self.run is None else {"run": self.run}
+        return document | ({"mirror": True} if self.mirror else {}) | run
 
 
 def own_versions() -> dict[str, str]:
@@ -51,47 +54,63 @@ def own_versions() -> dict[str, str]:
 def checked_metrics(metrics: Mapping[str, Any] | None, warned: set[str]) -> dict[str, Any]:
     """Return a copy of the metrics of a save; empty if there are none.
 
-    JSON has no nan and no infinity, so they become "NaN", "Infinity" and "-Infinity". That is logged once for each
-    name, which is entered in `warned`. StateError unless metrics are a dict of numbers, strings, bools, None, and lists
-    and dicts of these, with keys that are strings, of less than 64 KiB as JSON.
+    Tensors and arrays without dimensions, and scalars of numpy, become Python's numbers: of a GPU that waits for what
+    runs there. JSON has no nan and no infinity, so they become "NaN", "Infinity" and "-Infinity". That is logged once
+    for each name, which is entered in `warned`. StateError unless metrics are a dict of numbers, strings, bools, None,
+    and lists and dicts of these, with keys that are strings, of less than 64 KiB as JSON.
     """
     if metrics is None:
         return {}
     if not isinstance(metrics, dict):
         raise StateError(f"metrics must be a dict, not a {type(metrics).__name__}")
-    _check(metrics, "metrics", 0)
-    finite = {name: _finite(value) for name, value in metrics.items()}
-    for name in metrics.keys() - warned:
-        if finite[name] != metrics[name]:
+    checked = _checked(metrics, "metrics", 0)
+    finite = {name: _finite(value) for name, value in checked.items()}
+    for name in checked.keys() - warned:
+        if finite[name] != checked[name]:
             warned.add(name)
             _log.warning(
                 "the metric %r has a value that is not finite: it is recorded as a string, and policies such as "
                 "ckpt.Best do not count it; is training still well?",
                 name,
             )
-    metrics = finite
-    data = canonical_json(metrics)
+    data = canonical_json(finite)
     if len(data) >= MAX_METRICS_BYTES:
         raise StateError(f"metrics have {len(data)} bytes as JSON, and may have {MAX_METRICS_BYTES - 1}")
     copy: dict[str, Any] = json.loads(data)
     return copy
 
 
-def _check(value: Any, where: str, depth: int) -> None:
+def _checked(value: Any, where: str, depth: int) -> Any:
+    """Return a value of metrics with Python's numbers in place of tensors and scalars. StateError if it has others."""
     if depth > _MAX_NESTING:
         raise StateError(f"metrics are nested deeper than {_MAX_NESTING}, or contain themselves")
+    value = _number(value, where)
     if isinstance(value, dict):
-        for key, item in value.items():
+        for key in value:
             _check_text(key, f"{where}: the key {key!r:.80}")
-            _check(item, f"{where}[{key!r:.80}]", depth + 1)
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            _check(item, f"{where}[{number}]", depth + 1)
-    elif isinstance(value, int):
+        return {key: _checked(item, f"{where}[{key!r:.80}]", depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_checked(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
+    if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
             raise StateError(f"{where} is an integer of more than 64 bits")
     elif value is not None and not isinstance(value, float):
         _check_text(value, where)
+    return value
+
+
+def _number(value: Any, where: str) -> Any:
+    """Return the number in a tensor or an array without dimensions, or a scalar of numpy; another value as it is.
+
+    Not that of a distributed tensor, which would need all ranks. Torch may not be imported.
+    """
+    if getattr(value, "ndim", None) != 0 or not hasattr(value, "item") or hasattr(value, "full_tensor"):
+        return value
+    try:
+        number = value.item()
+    except Exception as error:  # as of a tensor without storage
+        raise StateError(f"{where} is a {type(value).__name__} without a value: {error}") from error
+    return value if isinstance(number, complex) else number
 
 
 def _finite(value: Any) -> Any:

@@ -158,6 +158,11 @@ class MemoryTier:
         """The published saves that training has left, by name: after `choose` the same on all ranks."""
         return self._left.saves
 
+    @property
+    def began_anew(self) -> bool:
+        """Whether training goes on from no step: after `choose` the same on all ranks."""
+        return self._left.began_anew
+
     def open(self, save: str, ranks: Group) -> MemoryStep:
         """Return a step that `choose` has returned, as a source. Collective.
 
@@ -220,7 +225,7 @@ class MemoryTier:
         self._failed.clear()
         self._snapshots.settle(last, save)
         self._fences = pruned((*self._fences, (restart, last)))
-        self._left = LeftBranch(self._left.number + bool(self._offers), frozenset(left))
+        self._left = LeftBranch(self._left.number + bool(self._offers), frozenset(left), step is None)
         self._restored = save if save in self._whole else None
         self._begin_start()
         self._adopt_taken()

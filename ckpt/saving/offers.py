@@ -56,10 +56,12 @@ class LeftBranch:
 
     The restores that ranks agree on are numbered, from 1: what the latest one says holds, also for ranks that took no
     part in it. A save is named, not its step: the branch that training is on has other saves of the same steps.
+    Training `began_anew` if that restore was of no step.
     """
 
     number: int = 0
     saves: frozenset[str] = frozenset()
+    began_anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +104,24 @@ class Offer:
         """The record of the memory of this rank, for its holder."""
         left = self.left
         fences = list(map(list, self.fences))
-        return MemoryRecord(self.start, self.origin, self.token, fences, self.root, left.number, sorted(left.saves))
+        about = self.start, self.origin, self.token, fences, self.root
+        return MemoryRecord(*about, left.number, sorted(left.saves), left.began_anew)
 
     def encode(self) -> bytes:
         """Return it as JSON, with ranks as ranges: a few hundred bytes."""
         earlier = [[asdict(each.record), _packed(each.shares)] for each in self.earlier]
         about = self.node, self.start, self.origin, self.token, self.now_ms, self.root
-        left = self.left.number, sorted(self.left.saves)
+        left = self.left.number, sorted(self.left.saves), self.left.began_anew
         said = about, _packed(self.shares), self.fences, earlier, left, self.saves
         return json.dumps(said, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Offer:
         """Return what `encode` has encoded."""
-        (node, start, origin, token, now_ms, root), held, fences, taken, (number, left_saves), saves = json.loads(data)
+        (node, start, origin, token, now_ms, root), held, fences, taken, left_branch, saves = json.loads(data)
+        number, left_saves, began_anew = left_branch
         earlier = tuple(Earlier(MemoryRecord(**record), _unpacked(shares)) for record, shares in taken)
-        left = LeftBranch(number, frozenset(left_saves))
+        left = LeftBranch(number, frozenset(left_saves), began_anew)
         staged = tuple((str(name), int(restart), int(order)) for name, restart, order in saves)
         return cls(node, _unpacked(held), _fences(fences), start, origin, token, now_ms, earlier, root, left, staged)
 
@@ -156,7 +160,8 @@ def agreed_start(offers: Sequence[Offer]) -> Start:
     origin = next((each.origin for each in records if each.start == number and each.origin is not None), None)
     fences = pruned(fence for each in records for fence in _fences(each.fences))
     latest = max(records, key=lambda record: record.restores)
-    return Start(number, origin, fences, is_earlier, LeftBranch(latest.restores, frozenset(latest.left)))
+    left_branch = LeftBranch(latest.restores, frozenset(latest.left), latest.began_anew)
+    return Start(number, origin, fences, is_earlier, left_branch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from ckpt.errors import CheckpointError, FencedError, StateError, StorageError
+from ckpt.errors import CheckpointError, CheckpointExistsError, FencedError, StateError, StorageError
 from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription
@@ -268,12 +268,14 @@ class PlanCache:
         """Begin a session, or give an existing one a new nonce; claim the root if need be. Collective.
 
         Returns what all ranks have `told`. Raises StateError on all ranks when one of them cannot store its state, the
-        error of a failed claim, and StorageError when one of them cannot write where the coordinator can.
+        error of a claim that failed or was refused, and StorageError when one of them cannot write where the
+        coordinator can.
         """
         owner, claimed = 0 if self._session is None else self._session.owner, False
         try:
             if claims is not None and claim and not owner and self._ranks.rank == _COORDINATOR:
-                owner, claimed = claims.claim(), True
+                owner = claims.claim_for(self._last_step)
+                claimed = bool(owner)
         except Exception as error:
             self._ranks.outcomes(Failure.of(error, self._ranks.rank))
             raise
@@ -356,7 +358,7 @@ class _BegunPlan:
 
 
 def _error_for(failure: Failure) -> CheckpointError:
-    if failure.error_class in (FencedError, StorageError):
+    if failure.error_class in (CheckpointExistsError, FencedError, StorageError):
         return failure.error(f"rank {failure.rank} cannot use the root, nothing was written: {failure.text}")
     text = f"the state of rank {failure.rank} cannot be stored, nothing was written: {failure.text}"
     return failure.error(text, StateError)

@@ -24,7 +24,16 @@ from ckpt.storage.outcomes import NotDurableError
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.step_documents import FORMAT_VERSION
 
-__all__ = ["Branch", "adopt", "lost_token", "recover_for_restore", "supersede", "superseded", "take_over"]
+__all__ = [
+    "Branch",
+    "adopt",
+    "lost_token",
+    "recover_for_restore",
+    "supersede",
+    "superseded",
+    "take_over",
+    "whole_steps",
+]
 
 _SHOWN = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
@@ -111,6 +120,17 @@ def lost_token(root: Root) -> int:
         with contextlib.suppress(StorageError):  # one that cannot be read tells nothing
             tokens.append(root.owner_of(step))
     return max(tokens, default=0)
+
+
+def whole_steps(root: Root) -> list[int]:
+    """Return the published steps, and those of undecided saves that are complete, which `take_over` publishes."""
+    complete = [save.step for save in root.pending() if _is_complete(root.pending_save(save))]
+    return sorted({*root.steps(), *complete})
+
+
+def _is_complete(pending: Pending) -> bool:
+    world_size = _world_size(pending)
+    return world_size is not None and pending.parts_present() >= set(range(world_size))
 
 
 def take_over(root: Root, token: int, branch: Branch, timeout_s: float, warn: Callable[[str], None]) -> None:

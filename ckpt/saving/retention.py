@@ -159,6 +159,8 @@ class Best(Keep):
 
     def __post_init__(self) -> None:
         _check_count("Best", self.count)
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ValueError(f"Best takes the name of a metric, such as Best('loss', 2), not {self.metric!r:.80}")
         if self.mode not in ("min", "max"):
             raise ValueError(f"Best: mode must be 'min' or 'max', not {self.mode!r}")
 

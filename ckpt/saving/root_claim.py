@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from ckpt.errors import CheckpointError
-from ckpt.saving.recover import Branch, lost_token
+from ckpt.errors import CheckpointError, CheckpointExistsError
+from ckpt.saving.recover import Branch, lost_token, whole_steps
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.ownership import ClaimLease
+from ckpt.storage.seen_roots import is_seen, note_seen
 
 __all__ = ["RootClaim"]
+
+_SHOWN = 4
 
 
 class RootClaim:
@@ -27,11 +30,40 @@ class RootClaim:
         """The token that this job saved with last, or that this process claimed; None before."""
         self.branch: Branch | None = Branch()
         """The branch that the next save continues; None if one of this owner is known to be published."""
+        self.run: str | None = None
+        """The run that saves are of, as `Checkpointer.start_over` was told, or the step that was restored says."""
         self._root = root
         self._packs = packs
         self._before = before
         self._has_seen = False
+        self._has_saved = False
         self._lease = ClaimLease(root.ownership)
+
+    def claim_for(self, step: int) -> int:
+        """Claim the root for a save of `step`, as `claim` does; before there is one, for -1, only if one may follow.
+
+        Returns 0 if none may. CheckpointExistsError, with nothing written, if the root has steps that training does not
+        go on from: this Checkpointer has restored and saved none of them, and did not find the root empty. Steps before
+        `step` count as those that it goes on from if another part of this process has seen them.
+        """
+        if self._has_saved or self.branch is None or self.branch.step is not None:
+            return self.claim()
+        steps = whole_steps(self._root)
+        if not steps or (is_seen(self._root.path) and step > steps[-1]):
+            return self.claim()
+        if step < 0:  # a warmup, and a restore may follow
+            return 0
+        raise CheckpointExistsError(self._refusal(steps, step), step=steps[-1])
+
+    def _refusal(self, steps: list[int], step: int) -> str:
+        number = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, the newest are {steps[-_SHOWN:]}"
+        number += f"; step {step} is already published" if step in steps else ""
+        return (
+            f"{self._root.path} has {number}. This Checkpointer has restored none of them, so the save of step {step} "
+            "would mix two trainings. Nothing was written. To go on from the newest step, call restore(state) before "
+            "the first save. To begin anew, give another root; or call start_over('NAME OF THE RUN') before the first "
+            "save, which then moves these steps to .superseded/"
+        )
 
     def claim(self) -> int:
         """Claim the root, which is made if need be, and return the token. FencedError if another job was faster."""
@@ -41,13 +73,18 @@ class RootClaim:
             self._packs.claim()
         seen = self.seen if self._has_seen else self._root.ownership.newest()
         above = self.above if seen else max(self.above, lost_token(self._root))
-        self.note(self._root.ownership.claim(seen, above=above))
+        self._note_token(self._root.ownership.claim(seen, above=above))
         assert self.token is not None
         self._lease.hold(self.token)
         return self.token
 
-    def note(self, token: int) -> None:
+    def note_save(self, token: int) -> None:
         """Note the token with which this job saves."""
+        self._note_token(token)
+        self._has_saved = True
+        note_seen(self._root.path)
+
+    def _note_token(self, token: int) -> None:
         self.seen = self.token = token
         self._has_seen = True
 

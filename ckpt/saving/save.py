@@ -194,12 +194,11 @@ class Saver:
         observed = ObservedSave(step, self._ranks.rank, time.perf_counter() - begin, self._observed)
         try:
             prepared = self._prepared(state, self.root_claim)
-            lineage = Lineage(
-                current_restart_index(), checked_metrics(metrics, self._not_finite), self._versions, mirror
-            )
+            about = checked_metrics(metrics, self._not_finite), self._versions, mirror, self.root_claim.run
+            lineage = Lineage(current_restart_index(), *about)
             save = self._plans.save_id()
             assert save is not None
-            self.root_claim.note(save.owner)
+            self.root_claim.note_save(save.owner)
             if not self._listening and self._look_rarely():
                 self._listening = True
                 self._queue.listen(self._listen)
@@ -233,7 +232,8 @@ class Saver:
         save = self._plans.save_id()
         assert save is not None
         staged = self._stager.stage(prepared, save, begin, compared=False)
-        self._hold(prepared, save, staged, Lineage(current_restart_index(), {}, self._versions))
+        run = self.root_claim.run
+        self._hold(prepared, save, staged, Lineage(current_restart_index(), {}, self._versions, run=run))
         staged.slot.release()
         if is_observed():
             nbytes = sum(file.nbytes for file in prepared.cached.layout.plan.files)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,7 +90,10 @@ def _itself() -> dict[str, Any]:
     ("metrics", "says"),
     [
         ([1], "metrics must be a dict, not a list"),
-        ({"loss": torch.ones(())}, r"metrics\['loss'\] is a Tensor"),
+        ({"loss": torch.ones(1)}, r"metrics\['loss'\] is a Tensor"),
+        ({"loss": np.ones(2)}, r"metrics\['loss'\] is a ndarray"),
+        ({"loss": torch.ones((), dtype=torch.complex64)}, r"metrics\['loss'\] is a Tensor"),
+        ({"loss": torch.ones((), device="meta")}, r"metrics\['loss'\] is a Tensor without a value"),
         ({"a": [b""]}, r"metrics\['a'\]\[0\] is a bytes"),
         ({1: 2}, "the key 1 is a int"),
         ({"a": (1, 2)}, "is a tuple"),
@@ -104,6 +109,24 @@ def test_metrics_that_are_not_json(tmp_path: Path, metrics: Any, says: str) -> N
             save_here(checkpointer, {"a": torch.ones(3)}, 1, metrics=metrics)
         save_here(checkpointer, {"a": torch.ones(3)}, 1, metrics={"fine": 1})
         assert checkpointer.all_steps() == [1]
+
+
+def test_scalars_of_torch_and_numpy_are_numbers(tmp_path: Path) -> None:
+    """A loss is mostly one of these, and the save that refused it ended the training."""
+    metrics = {
+        "loss": torch.tensor(0.5, requires_grad=True),
+        "seen": torch.tensor(7),
+        "best": np.bool_(True),
+        "by": [np.float32(0.25), np.float64(0.125), np.int64(3), np.array(2.0), {"x": torch.tensor(math.nan)}],
+    }
+    with ckpt.Checkpointer(tmp_path, keep=ckpt.Best("loss")) as checkpointer:
+        save_here(checkpointer, {"a": torch.ones(3)}, 1, metrics=metrics)
+        for step, loss in ((2, torch.tensor(math.nan)), (3, np.float32(2.0))):
+            save_here(checkpointer, {"a": torch.ones(3)}, step, metrics={"loss": loss})
+        assert checkpointer.all_steps() == [1, 3]
+    recorded = _summary(tmp_path, 1)["metrics"]
+    assert recorded == {"loss": 0.5, "seen": 7, "best": True, "by": [0.25, 0.125, 3, 2.0, {"x": "NaN"}]}
+    assert isinstance(metrics["loss"], torch.Tensor)
 
 
 def test_numbers_that_json_does_not_have_are_recorded_as_strings(

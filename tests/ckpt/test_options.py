@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ckpt
+from tests.support.saves import save_here
 
 _OPTIONS = (ckpt.Snapshots, ckpt.Staging, ckpt.FailedSaves, ckpt.Mirror, ckpt.ExportOptions)
 
@@ -39,7 +40,7 @@ def test_completion_shows_what_a_user_calls(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         assert {name for name in dir(checkpointer) if not name.startswith("_")} == {
             *("save", "async_save", "save_request", "snapshot", "step", "maybe_finalize", "warmup", "close"),
-            *("restore", "recover", "register", "last_restore", "resume_step"),
+            *("restore", "recover", "start_over", "register", "last_restore", "resume_step"),
             *("all_steps", "latest_step", "current_step", "failed_steps", "replicated_step", "delete", "pin", "unpin"),
             *("root", "queue", "bridge"),
         }
@@ -77,6 +78,22 @@ def test_a_schedule_that_never_saves_is_an_error(tmp_path: Path) -> None:
                 checkpointer.step({"w": torch.ones(3)}, 1)
             checkpointer.save({"w": torch.ones(3)}, 1 if snapshots is None else 2)
             assert checkpointer.maybe_finalize() == []
+
+
+def test_a_schedule_without_step_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Said once, at the second save: the first may be that of a job which is stopped in its first step."""
+    state = {"w": torch.ones(3)}
+    with ckpt.Checkpointer(tmp_path, save_every=2) as checkpointer:
+        checkpointer.step(state, 1)
+        for step in (3, 4, 5):
+            save_here(checkpointer, state, step)
+    assert "has no effect" not in caplog.text
+    with ckpt.Checkpointer(tmp_path, save_every=2) as checkpointer:
+        save_here(checkpointer, state, 6)
+        assert "has no effect" not in caplog.text
+        for step in (7, 8, 9):
+            save_here(checkpointer, state, step)
+    assert caplog.text.count("save_every=2 has no effect") == 1
 
 
 @pytest.mark.parametrize("empty", ["", " "])

@@ -585,6 +585,7 @@ def test_a_rank_that_is_killed_in_a_save(when: str, steps: list[int], tmp_path: 
 
 
 def _save_sharded_at(rank: int, world_size: int, root: str, step: int) -> None:
+    assert latest_step(root) is not None  # as a job does that resumes; the save of another one is refused
     dcp.save({"app": _sharded_app(0)}, storage_writer=Writer(f"{root}/step_{step}"))
 
 

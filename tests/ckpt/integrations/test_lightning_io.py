@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.storage import seen_roots
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.crash.killers import wait_until
 from tests.ckpt.storage.small_saves import SCENARIOS
@@ -101,6 +102,16 @@ def test_a_save_that_an_ended_job_left_has_its_number_also_without_its_name(plug
     plugin.teardown()
     assert steps(tmp_path) == [1, left.step, left.step + 1]
     assert number_of(read_checkpoint(tmp_path / "a.ckpt")) == left.step
+
+
+def test_trainings_may_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names tell their checkpoints apart, so another training there is not refused, as it is with a Checkpointer."""
+    for name in ("a.ckpt", "b.ckpt"):
+        monkeypatch.setattr(seen_roots, "_seen", set())  # as in another process
+        plugin = CkptIO()
+        plugin.save_checkpoint(checkpoint(7), tmp_path / name)
+        plugin.teardown()
+    assert steps(tmp_path) == [7, 8]
 
 
 def test_a_name_that_is_saved_again_loses_its_old_step_when_the_new_one_is_published(

@@ -148,6 +148,8 @@ def test_a_step_that_cannot_be_read_is_kept_by_policies_that_look_at_it(tmp_path
         (lambda: Every(True), "at least 1"),
         (lambda: EverySeconds(-1), "positive number of seconds"),
         (lambda: Best("loss", mode="least"), "must be 'min' or 'max'"),
+        (lambda: Best(3), "takes the name of a metric"),
+        (lambda: Best(""), "takes the name of a metric"),
         (lambda: Pinned("7"), "numbers of steps"),
         (lambda: Checkpointer("/nowhere", keep=0), "of at least 1"),
     ],
