@@ -124,7 +124,8 @@ class PreemptionWatcher(Uncopied):
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "make a PreemptionWatcher in the main thread: only there signal handlers can be installed"
+                "make a PreemptionWatcher in the main thread: only there signal handlers can be installed. A training "
+                "function of Ray Train, which runs in a thread, asks ray.train.get_preemption_info() instead"
             )
         self._checkpointer = checkpointer
         self._grace_s = _seconds("grace", grace)

@@ -174,7 +174,8 @@ def require_main_thread() -> None:
         threading.current_thread() is threading.main_thread(),
         "threading.current_thread() is threading.main_thread()",
         {"threading.current_thread()": threading.current_thread().name},
-        hint="call the wrapped function on the main thread: no other thread can be freed from a blocking call",
+        hint="call the wrapped function on the main thread: no other thread can be freed from a blocking call. In a "
+        "framework that runs it in a thread, such as Ray Train, leave the wrapper out: the framework restarts workers",
     )
 
 

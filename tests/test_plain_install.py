@@ -85,6 +85,7 @@ print(json.dumps(errors))
 _EXTRAS = {
     "ckpt.integrations.accelerate": "accelerate",
     "ckpt.integrations.lightning": "lightning",
+    "ckpt.integrations.ray": "ray",
     "ckpt.integrations.torchtitan": "torchtitan",
     "ckpt.integrations.transformers": "transformers",
     "ckpt.loading.zarr_store": "zarr",

@@ -21,6 +21,7 @@ from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin, in_forked_children
 from inprocess.ipc.packets import Channel, Codec, Packet
 from inprocess.ipc.process import has_ended, start_module
+from inprocess.ipc.process_one import reap_adopted
 
 __all__ = ["Keeper", "Worker"]
 
@@ -211,6 +212,7 @@ class Keeper:
         self.release()
 
     def _start(self) -> None:
+        reap_adopted()  # process 1 of a container gets the workers of an earlier keeper, which was killed
         trainer = os.pidfd_open(os.getpid())
         # The keeper ignores these, but not before it has started: it inherits that they are blocked.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))

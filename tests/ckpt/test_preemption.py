@@ -177,11 +177,9 @@ def test_a_step_that_is_there_already_is_not_called_saved(tmp_path: Path, caplog
 def test_a_run_that_has_saved_nothing_is_not_to_be_requeued(
     has_progress: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The save at the stop fails: the step is there already, from another run."""
+    """The save at the stop fails: its state cannot be stored."""
     root = tmp_path / "root"
     events: list[Any] = []
-    with ckpt.Checkpointer(root) as checkpointer:
-        checkpointer.save({"weight": torch.full((1000,), 5.0)}, 5)
     state = {"weight": torch.zeros(1000)}
     with (
         ckpt.observe(events.append),
@@ -194,7 +192,7 @@ def test_a_run_that_has_saved_nothing_is_not_to_be_requeued(
         watcher.request("enough")
         assert watcher.should_stop(5)
         assert watcher.exit_code == _ASKED
-        assert not watcher.save(state, 5)
+        assert not watcher.save({"weight": object()}, 5)
         assert watcher.exit_code == (_ASKED if has_progress else os.EX_IOERR)
         assert ("nothing of this run is published" in caplog.text) is not has_progress
         if not has_progress:
@@ -239,6 +237,7 @@ def test_earlier_saves_that_failed_do_not_count(in_flight: bool, tmp_path: Path)
         ckpt.Checkpointer(root, staging=ckpt.Staging(slots=3)) as checkpointer,
         ckpt.PreemptionWatcher(checkpointer) as watcher,
     ):
+        checkpointer.restore({"weight": torch.zeros(1000)})
         for step in (4, 5, 7) if in_flight else (4, 5):
             checkpointer.async_save(state, step)  # the first two are refused, as they are there already
         assert watcher.save({"weight": torch.zeros(1000)} if in_flight else state, 7)
