@@ -69,11 +69,10 @@ def decode_value(encoded: Any) -> Any:
 
 
 def resolve(value: Any, like: Any) -> Any:
-    """Return the decoded `value`, made with the classes, enums and named tuples that occur in `like`, too."""
+    """Return the decoded `value`, made with the enums and named tuples that occur in `like`, too."""
     if next(unregistered_in(value), None) is None:
         return value
     kinds = {name_of(type(part)): type(part) for part in all_parts(like) if form_of(type(part)) is not None}
-    kinds |= {name_of(part): part for part in all_parts(like) if isinstance(part, type)}
     return _Decoder(kinds).decode(encode_value(value), 0)
 
 
@@ -199,7 +198,7 @@ def _encode_other(value: Any, kind: type[Any], depth: int, inside_registered: bo
 
 
 class _Decoder:
-    """Decodes values of standard and registered types, and of the types in `kinds`, by name."""
+    """Decodes values of standard and registered types, and of the enums and named tuples in `kinds`, by name."""
 
     def __init__(self, kinds: Mapping[str, type[Any]]) -> None:
         self._kinds = kinds

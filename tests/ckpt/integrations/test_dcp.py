@@ -268,7 +268,10 @@ def _assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def test_arrays_and_tuples_with_tensors_are_stored_as_in_a_state(tmp_path: Path) -> None:
+def test_arrays_and_tuples_with_tensors_are_stored_as_in_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.values.registry._ENCODERS", {})
     ckpt.register_encoder(Point)
     state = _objects()
     dcp.save(state, storage_writer=Writer(tmp_path / "step_1"))
@@ -298,7 +301,8 @@ def test_a_named_tuple_with_tensors_must_be_registered(tmp_path: Path, monkeypat
     )
 
 
-def test_a_class_is_stored_by_the_name_of_a_registered_type(tmp_path: Path) -> None:
+def test_a_class_is_stored_by_the_name_of_a_registered_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.values.registry._ENCODERS", {})
     ckpt.register_encoder(Color)
     state = {"kind": Color, "kinds": [Color, 1]}
     dcp.save(state, storage_writer=Writer(tmp_path / "step_1"))
