@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import re
 import time
@@ -46,13 +47,14 @@ from ckpt import (
     StateMismatchError,
     Unregistered,
 )
-from ckpt.integrations.dcp_leaves import DcpLeaves, add_leaves, leaves_of, nbytes_of
+from ckpt.integrations.dcp_leaves import ARRAYS, DcpLeaves, DcpObject, add_leaves, leaves_of, nbytes_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Reader", "Writer", "latest_step"]
 
+_MAX_LISTED_BYTES = 48 << 10  # of the names of numpy arrays, which are metrics of the step: see MAX_METRICS_BYTES
 _STEP = re.compile(r"(?:(?:global_?)?step|checkpoint)?[-_]?(\d{1,18})", re.ASCII)
 
 
@@ -170,7 +172,8 @@ class Writer(StorageWriter):
             if not self._stays_open:
                 self._checkpointer = None
                 stack.push(checkpointer)
-            if not checkpointer.save(self._state(plan, planner), self._step):
+            state, metrics = self._state(plan, planner)
+            if not checkpointer.save(state, self._step, metrics=metrics):
                 raise SaveAbandonedError(f"step {self._step} is not published: the log has the error", step=self._step)
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result([WriteResult(item.index, nbytes_of(item), None) for item in plan.items])
@@ -208,17 +211,27 @@ class Writer(StorageWriter):
             )
         return self._checkpointer
 
-    def _state(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Return the leaves that this rank saves. Collective; StateError on all ranks if any cannot store an item."""
+    def _state(self, plan: SavePlan, planner: SavePlanner) -> tuple[Any, dict[str, Any]]:
+        """Return the leaves that this rank saves, and the metrics of the step.
+
+        Collective; StateError on all ranks if any cannot store an item.
+        """
         leaves, problem = Leaves(), None
+        arrays: list[Any] = []
         try:
             with torch.no_grad():
-                add_leaves(leaves, plan, planner, self._string_keys)
+                arrays = add_leaves(leaves, plan, planner, self._string_keys)
         except Exception as error:
             problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         ranks = self._ranks
         ranks.doing = f"the save of step {self._step} through DCP"
-        return leaves.state(ranks, problem)
+        everywhere = [answer for answer in ranks.outcomes(json.dumps(arrays).encode()) if isinstance(answer, bytes)]
+        listed = [
+            list(each) for each in sorted({tuple(k) for answer in everywhere for k in json.loads(answer)}, key=repr)
+        ]
+        if problem is None and len(json.dumps(listed)) > _MAX_LISTED_BYTES:
+            problem = f"{len(listed)} numpy arrays are more than a step of DCP can name; make tensors of them"
+        return leaves.state(ranks, problem), {ARRAYS: listed} if listed else {}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -344,6 +357,8 @@ class Reader(StorageReader):
         """Return the bytes that `LoadPlanner.load_bytes` takes for a value."""
         name = item.storage_index.fqn
         value = self._leaves.values[name]
+        if isinstance(value, DcpObject):
+            value = value.load()
         unknown = next(Unregistered.within(value), None)
         if unknown is not None:
             raise StateMismatchError(

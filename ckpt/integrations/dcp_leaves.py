@@ -1,17 +1,21 @@
 """Items of DCP's planners as leaves of a state, and leaves as entries of DCP's metadata.
 
 DCP joins the keys of nested dicts by dots, and divides lists that hold dicts or tensors. The keys are stored, not the
-joined names. A list without tensors is one value, as in every state, so its items are gathered on one rank.
+joined names. A list without tensors is one value, as in every state, so its items are gathered on one rank. A numpy
+array, and a tuple with tensors or arrays in it, is one object for DCP, and stored as in every state: by its tensors.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -25,18 +29,26 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ckpt import Checkpoint, LazyTensor, Leaves, StateError
+from ckpt import Checkpoint, LazyTensor, Leaves, StateError, StateMismatchError
 
-__all__ = ["DcpLeaves", "add_leaves", "leaves_of", "nbytes_of"]
+__all__ = ["ARRAYS", "DcpLeaves", "DcpObject", "add_leaves", "leaves_of", "nbytes_of"]
+
+ARRAYS = "dcp_arrays"
+"""The metric of a step that lists the keys of its numpy arrays: DCP must be given those as objects, not as tensors."""
 
 Keys = tuple[str | int, ...]
+_OBJECTS = ("tuple", "namedtuple", "deque", "Namespace")  # containers that DCP does not divide
 _NUMBER = re.compile(r"0|[1-9]\d{0,17}", re.ASCII)
 
 # -- from items to leaves ----------------------------------------------------------------------------------------------
 
 
-def add_leaves(leaves: Leaves, plan: SavePlan, planner: SavePlanner, string_keys: bool) -> None:
-    """Resolve all items of a plan, and add them. StateError, naming the item, for one that cannot be stored."""
+def add_leaves(leaves: Leaves, plan: SavePlan, planner: SavePlanner, string_keys: bool) -> list[Keys]:
+    """Resolve all items of a plan, and add them; return the keys of numpy arrays.
+
+    StateError, naming the item, for one that cannot be stored.
+    """
+    arrays: list[Keys] = []
     parts: dict[Keys, list[tuple[WriteItem, Any]]] = {}
     names: dict[Keys, str] = {}
     lists: dict[Keys, tuple[int, ...]] = {}
@@ -48,11 +60,29 @@ def add_leaves(leaves: Leaves, plan: SavePlan, planner: SavePlanner, string_keys
             raise StateError(f"{name} and {names[path]} have the same keys {list(path)}; rename one of them")
         lists[path] = tuple(position for position, key in enumerate(keys) if type(key) is int)
         if item.type is WriteItemType.BYTE_IO:
-            _add_value(leaves, path, _object(item, planner), lists[path])
+            value = _object(item, planner)
+            leaves.add_value(path, value, lists=lists[path])
+            arrays += _arrays_in(path, value)
         else:
             parts.setdefault(path, []).append((item, planner.resolve_data(item)))
     for path, own in parts.items():
         _add_tensor(leaves, path, names[path], own, lists[path])
+    return arrays
+
+
+def _arrays_in(path: Keys, value: Any) -> Iterator[Keys]:
+    """Yield the keys of the numpy arrays in a value."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, np.ndarray):
+        yield path
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, Namespace):
+        items = vars(value).items()
+    elif isinstance(value, list | tuple | deque):
+        items = enumerate(value)
+    for key, item in items:
+        yield from _arrays_in((*path, key), item)
 
 
 def _keys(name: str, planner_data: Any) -> Keys:
@@ -83,16 +113,6 @@ def _object(item: WriteItem, planner: SavePlanner) -> Any:
         ) from error
 
 
-def _add_value(leaves: Leaves, path: Keys, value: Any, lists: tuple[int, ...]) -> None:
-    try:
-        leaves.add_value(path, value, lists=lists)
-    except StateError as error:
-        raise StateError(
-            f"{error}. Of tensors, DCP hands over those in dicts and lists; it hands over no numpy arrays: "
-            "make tensors of them"
-        ) from None
-
-
 def _add_tensor(
     leaves: Leaves, path: Keys, name: str, parts: list[tuple[WriteItem, Any]], lists: tuple[int, ...]
 ) -> None:
@@ -121,6 +141,38 @@ def nbytes_of(item: WriteItem) -> int:
 # -- from leaves to entries --------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class DcpObject:
+    """A numpy array, or a container with tensors or arrays in it that DCP does not divide, by its stored keys."""
+
+    checkpoint: Checkpoint
+    path: Keys
+    arrays: frozenset[Keys]  # of the whole step
+
+    def load(self) -> Any:
+        """Return the object. StateMismatchError for a type that is not registered; raises what a read raises."""
+        return self._finished(self.path, self.checkpoint.load(self.path))
+
+    def _finished(self, path: Keys, node: Any) -> Any:
+        """Return a part of the object with numpy arrays in place of their tensors."""
+        if path in self.arrays and isinstance(node, torch.Tensor):
+            return node.numpy()
+        container = self.checkpoint.index.containers.get(path)
+        if container is not None and container.kind == "namedtuple" and not isinstance(node, tuple):
+            raise StateMismatchError(
+                f"{'/'.join(map(str, path))} is a {container.type}, which this program has not registered, or which "
+                "has other fields now; call ckpt.register_encoder before the load"
+            )
+        if isinstance(node, tuple):
+            items = [self._finished((*path, number), item) for number, item in enumerate(node)]
+            return node._make(items) if hasattr(node, "_make") else tuple(items)
+        parts: Any = vars(node) if isinstance(node, Namespace) else node
+        if isinstance(parts, dict | list | deque):
+            for key in list(parts) if isinstance(parts, dict) else range(len(parts)):
+                parts[key] = self._finished((*path, key), parts[key])
+        return node
+
+
 @dataclass
 class DcpLeaves:
     """The leaves of a step by their names in DCP, and their nested keys: those of lists are numbers, others strings."""
@@ -143,6 +195,7 @@ class DcpLeaves:
 
 def leaves_of(checkpoint: Checkpoint) -> DcpLeaves:
     leaves = DcpLeaves()
+    objects: set[Keys] = set()
 
     def name(path: Keys, rank: int | None, inner: Keys = ()) -> str:
         keys = tuple(key if checkpoint.is_sequence(path[:at]) else str(key) for at, key in enumerate(path)) + inner
@@ -155,8 +208,16 @@ def leaves_of(checkpoint: Checkpoint) -> DcpLeaves:
         leaves.keys[dotted] = keys if rank is None else (dotted,)
         return dotted
 
+    arrays = _listed_arrays(checkpoint)
+    whole = {path for path, container in checkpoint.index.containers.items() if container.kind in _OBJECTS} | arrays
     for path, rank, leaf in checkpoint.leaves():
-        if isinstance(leaf, LazyTensor):
+        prefixes = (path[:at] for at in range(1, len(path) + 1)) if whole and rank is None else ()
+        within = next((prefix for prefix in prefixes if prefix in whole), None)
+        if within is not None:
+            if within not in objects:
+                objects.add(within)
+                leaves.values[name(within, None)] = DcpObject(checkpoint, within, arrays)
+        elif isinstance(leaf, LazyTensor):
             leaves.tensors[name(path, rank)] = leaf
         elif rank is None:
             for inner, part in _parts((), leaf):
@@ -164,6 +225,13 @@ def leaves_of(checkpoint: Checkpoint) -> DcpLeaves:
         else:
             leaves.values[name(path, rank)] = leaf
     return leaves
+
+
+def _listed_arrays(checkpoint: Checkpoint) -> frozenset[Keys]:
+    """Return the keys of numpy arrays that DCP saved; a metric that a program gave itself may be anything."""
+    listed = (checkpoint.summary.get("metrics") or {}).get(ARRAYS)
+    tensors = {path for path, rank, _ in checkpoint.leaves() if rank is None} if listed else set()
+    return frozenset(tuple(keys) for keys in listed or () if isinstance(keys, list) and tuple(keys) in tensors)
 
 
 def _dtype_of(tensor: LazyTensor) -> torch.dtype:

@@ -18,7 +18,6 @@ a checkpoint is whole or absent, and what ModelCheckpoint removes stays until a 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -30,16 +29,15 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StorageError
+from ckpt import Checkpointer
+from ckpt.integrations.lightning_directory import Directory
 from ckpt.integrations.lightning_names import (
     exists,
     is_link,
     located,
-    read_name,
     remove_name,
     resolved,
     root_of,
-    write_name,
 )
 
 try:
@@ -57,7 +55,6 @@ from ckpt.integrations.lightning_reading import (
     read,
     read_checkpoint,
     refuse_objects,
-    taken_steps,
     wait_for_newest,
 )
 
@@ -108,7 +105,8 @@ class CkptIO(CheckpointIO):
         self._options = options
         timeout = options.get("timeout", timedelta(minutes=10))
         self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        self._directories: dict[str, _Directory] = {}
+        self._directories: dict[str, Directory] = {}
+        self._restarts = False
         self._alone: dist.ProcessGroup | None = None  # of this rank only
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _StrPath, storage_options: Any | None = None) -> None:
@@ -170,11 +168,19 @@ class CkptIO(CheckpointIO):
             self._directories[root].remove_later(path)
         elif exists(path):
             with Checkpointer(root, process_group=self._group_of_one()) as checkpointer:
-                _Directory(root, checkpointer, shared=False).remove_later(path)
+                Directory(root, checkpointer, shared=False).remove_later(path)
 
     def teardown(self) -> None:
-        """Wait for all saves and end the writers, then raise the first failure; after an exception, do nothing."""
+        """Wait for all saves and end the writers, then raise the first failure.
+
+        After an exception, wait for nothing: a writer with a save in flight stays, and finishes by itself; so do all
+        with the hooks of `ckpt.restart`, for the next call of the function.
+        """
         if sys.exc_info()[1] is not None:
+            if not self._restarts:
+                ended = [root for root, directory in self._directories.items() if directory.end_if_idle()]
+                for root in ended:
+                    del self._directories[root]
             return
         errors = []
         for directory in list(self._directories.values()):
@@ -186,6 +192,7 @@ class CkptIO(CheckpointIO):
     @property
     def bridge(self) -> _Bridge:
         """The side for the hooks of `ckpt.restart`."""
+        self._restarts = True
         return _Bridge(self._directories, self._forget_group)
 
     def _forget_group(self) -> None:
@@ -241,11 +248,11 @@ class CkptIO(CheckpointIO):
         found = ranks.result_of_first("find a checkpoint", find)
         return None if found is None else (found[0], found[1])
 
-    def _directory(self, root: str, ranks: ckpt.Ranks | None) -> _Directory:
+    def _directory(self, root: str, ranks: ckpt.Ranks | None) -> Directory:
         if root not in self._directories:
             group = self._group_of_one() if ranks is None else None
             checkpointer = Checkpointer(root, process_group=group, **self._options)
-            self._directories[root] = _Directory(root, checkpointer, shared=ranks is not None)
+            self._directories[root] = Directory(root, checkpointer, shared=ranks is not None)
         return self._directories[root]
 
     def _group_of_one(self) -> dist.ProcessGroup | None:
@@ -260,7 +267,7 @@ class _Bridge:
     last_restore: None = None  # nothing is restored after a fault but by the next `fit`
     resume_step: None = None
 
-    def __init__(self, directories: dict[str, _Directory], forget_group: Callable[[], None]) -> None:
+    def __init__(self, directories: dict[str, Directory], forget_group: Callable[[], None]) -> None:
         self._directories = directories
         self._forget_group = forget_group
 
@@ -284,109 +291,6 @@ class _Bridge:
                     _log.warning("%s: %s", root, failure)
                 del self._directories[root]
         self._forget_group()
-
-
-class _Directory:
-    """A directory that is saved to: its checkpointer, and what is to be done when its saves are published."""
-
-    def __init__(self, root: str, checkpointer: Checkpointer, *, shared: bool) -> None:
-        self.checkpointer = checkpointer
-        self.shared = shared  # by all ranks, which save together
-        self._root = root
-        self._recover_once = functools.cache(checkpointer.recover)
-        self._last: int | None = None  # the number of the newest save
-        self._saves: dict[int, str] = {}  # the paths of saves that are not known to be published, by step
-        self._removals: list[tuple[int, str]] = []  # each path with the step that must be published before
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank writes and removes names."""
-        return not self.shared or not dist.is_initialized() or dist.get_rank() == 0
-
-    def prepare(self, path: str, global_step: int) -> int:
-        """Write the name of a save, and return the number of its step: the global step, or the next free number."""
-        if is_link(path):
-            remove_name(path)
-        self._removals = [removal for removal in self._removals if removal[1] != path]
-        earlier = read_name(path) if exists(path) else []
-        if self._last is None:
-            taken = taken_steps(self._root)  # before the published ones: a save that is published meanwhile is of those
-            self._last = max(self.checkpointer.all_steps() + taken, default=-1)
-        step = max(global_step, self._last + 1)
-        write_name(path, [step, *earlier])
-        return step
-
-    def save(self, checkpoint: dict[str, Any], path: str, step: int, metrics: dict[str, Any]) -> None:
-        """Stage and schedule a save."""
-        self._recover_once()  # else its steps are taken for those of another training; here each has its name
-        self._last = step
-        self._saves[step] = path
-        self.checkpointer.async_save(checkpoint, step, metrics=metrics)
-
-    def finalize(self, blocking: bool = False) -> None:
-        """Finalize the saves that are decided. Raises the error of one that was abandoned."""
-        for step in self.checkpointer.maybe_finalize(blocking):
-            self._published(step)
-
-    def remove_later(self, path: str) -> None:
-        """Remove a name and its steps, once the newest save is published."""
-        self._removals.append((max(self._saves, default=-1), path))
-        if not self._saves:
-            self._remove(-1)
-
-    def settle(self, blocking: bool = True) -> list[CheckpointError]:
-        """Finalize the saves that are decided, or with `blocking` all; return the failures."""
-        errors: list[CheckpointError] = []
-        while True:
-            try:
-                self.finalize(blocking)
-                return errors
-            except CheckpointError as error:  # of one save, which is no longer in the queue
-                errors.append(error)
-                if isinstance(error, CheckpointTimeoutError):
-                    return errors
-
-    def close(self) -> list[CheckpointError]:
-        """Wait for all saves, finalize them and end the writer; return the failures."""
-        try:
-            return self.settle()
-        finally:
-            self.checkpointer.close()
-
-    def _published(self, step: int) -> None:
-        path = self._saves.get(step)
-        self._saves = {other: name for other, name in self._saves.items() if other > step}
-        if not self.leads:
-            return
-        if path is not None and exists(path):
-            steps = read_name(path)
-            kept = [other for other in steps if other >= step or not self._delete(other)]
-            if kept != steps:
-                write_name(path, kept)
-        self._remove(step)
-
-    def _remove(self, published: int) -> None:
-        """Remove the names that waited for this step."""
-        due = [removal for removal in self._removals if removal[0] <= published]
-        for removal in due:
-            path = removal[1]
-            if exists(path):
-                kept = [step for step in read_name(path) if not self._delete(step)]
-                if kept:
-                    continue  # again, after the next save
-                remove_name(path)
-            self._removals.remove(removal)
-
-    def _delete(self, step: int) -> bool:
-        """Remove a step; False, and a warning, if that is not possible now."""
-        try:
-            self.checkpointer.delete(step)
-        except CheckpointNotFoundError:
-            pass  # it was never published
-        except StorageError as error:
-            _log.warning("step %d of %s is not removed yet: %s", step, self._root, error)
-            return False
-        return True
 
 
 # -- strategies in which all ranks save --------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def read_name(place: str) -> list[int]:
         beside, name = _split(place)
         content = beside.read(name)
         if content is None:
-            raise CheckpointNotFoundError(f"there is no checkpoint {place}")
+            raise CheckpointNotFoundError(f"Checkpoint file not found: {place}")
         document = json.loads(content)
         steps = [step for step in document[_MEMBER] if type(step) is int]
         if len(steps) != len(document[_MEMBER]) or not steps:

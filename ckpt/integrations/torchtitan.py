@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,12 @@ class CheckpointManager(BaseCheckpointManager):
         Returns False if there is nothing to load. Collective. Raises what `Checkpointer.restore` raises.
         """
         with structured_logger.log_trace_span("checkpoint_load"):
-            found = self._restore(self._checkpointer, None if step == -1 else step, model_only=step == 0)
+            try:
+                found = self._restore(self._checkpointer, None if step == -1 else step, model_only=step == 0)
+            except CheckpointNotFoundError as error:
+                if step == -1:
+                    raise
+                raise CheckpointNotFoundError(f"--checkpoint.load_step={step} not found: {error}", step=step) from error
             if found is not None:
                 logger.info(f"Loaded step {found} from {self._checkpointer.root}.")
                 return True
@@ -132,7 +138,9 @@ class CheckpointManager(BaseCheckpointManager):
         if model_only:
             return checkpointer.restore(model, step, only=list(model))
         wanted = {key: state for key, state in self.states.items() if key not in self._config.exclude_from_loading}
-        new = [optimizer for optimizer in self.states[OPTIMIZER] if not optimizer.state]
+        optimizers = self.states[OPTIMIZER]
+        each = optimizers if isinstance(optimizers, Iterable) else ()  # a container of one's own may have no members
+        new = [optimizer for optimizer in each if not optimizer.state]
         try:
             return checkpointer.restore(wanted, step, only=list(wanted))
         except StateMismatchError as error:

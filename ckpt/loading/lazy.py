@@ -29,6 +29,8 @@ from inprocess.ipc.uncopied import Uncopied
 if TYPE_CHECKING:
     import torch
 
+    from ckpt.loading.stored_tree import StoredTree
+
 __all__ = ["Checkpoint", "LazyTensor", "block_shape", "open_checkpoint", "open_step"]
 
 _ATTEMPTS = 20
@@ -145,6 +147,7 @@ class Checkpoint(Mapping[str, LazyTensor], Uncopied):
         for path, own in index.per_rank_tensors.items():
             tensors |= {f"{display(path)}@rank{rank}": tensor for rank, tensor in own.items()}
         self._tensors = dict(sorted(tensors.items()))
+        self._tree: StoredTree | None = None  # made by the first `load`
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.lazy(name, self._tensors[name])
@@ -181,6 +184,18 @@ class Checkpoint(Mapping[str, LazyTensor], Uncopied):
         """Return whether the container that these keys lead to is a list, a tuple or a deque, and not a dict."""
         container = self.index.containers.get(keys)
         return container is not None and container.kind in _SEQUENCES
+
+    def load(self, keys: tuple[str | int, ...]) -> Any:
+        """Return the item of the state at these keys, nested as it was saved, with new torch tensors on the CPU.
+
+        It is made as `ckpt.load` makes it; of one rank alone nothing is returned. StateMismatchError if it holds
+        values of types that are not registered. Raises what `LazyTensor.read` raises.
+        """
+        from ckpt.loading.stored_tree import StoredTree
+
+        if self._tree is None:
+            self._tree = StoredTree(self.index, None)
+        return self._tree.make(keys, lambda stored: self.lazy(display(keys), stored).torch())
 
     def read_into(self, wanted: Iterable[tuple[LazyTensor, Sequence[int], torch.Tensor]]) -> None:
         """Read boxes of tensors of this step, several at a time, each into a torch tensor of its shape.

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box, OwnBoxes
-from ckpt.planning.state_dict import FlatState, TensorLeaf, ValueLeaf
+from ckpt.planning.state_dict import FlatState, TensorLeaf, ValueLeaf, flatten, holds_tensors
 from ckpt.planning.tensors import check_storable, tensor_spec, without_graph
 from ckpt.ranks.failure import Failure
 from ckpt.ranks.group import Group
@@ -26,6 +29,7 @@ from ckpt.values.containers import Container, rebuild
 __all__ = ["Leaves"]
 
 _LIST = Container("list")
+_CONTAINERS = (Mapping, list, deque, tuple, Namespace)
 _STATE, _GROUPS = "state", "param_groups"  # of the state dict of an optimizer
 
 
@@ -44,6 +48,8 @@ class Leaves:
     def __init__(self) -> None:
         self._tensors: dict[Path, TensorLeaf] = {}
         self._values: dict[Path, Any] = {}  # encoded
+        self._aliases: dict[Path, Path] = {}
+        self._containers: dict[Path, Container] = {}  # of those that were given whole
         self._lists: dict[Path, tuple[int, ...]] = {}
 
     def add_tensor(
@@ -77,7 +83,13 @@ class Leaves:
         self._note(keys, lists)
 
     def add_value(self, keys: tuple[str | int, ...], value: Any, *, lists: Sequence[int] = ()) -> None:
-        """Add a value, as a state may hold it. StateError, naming the keys, if it cannot be stored."""
+        """Add a value, as a state may hold it: also a numpy array, and a container with arrays and tensors in it.
+
+        Arrays and tensors are this rank's alone, and whole. StateError, naming the keys, if it cannot be stored.
+        """
+        if isinstance(value, np.ndarray) or (isinstance(value, _CONTAINERS) and holds_tensors(value)):
+            self._add_parts(keys, value, lists)
+            return
         try:
             self._values[keys] = encode_value(value)
         except UnencodableError as error:
@@ -97,17 +109,40 @@ class Leaves:
             answers.append(json.loads(each))
         return self._flat(answers, ranks.rank)
 
+    def _add_parts(self, keys: Path, value: Any, lists: Sequence[int]) -> None:
+        """Add the leaves of a value, by the names that they have in a state with the value at `keys`."""
+        state = value
+        for key in reversed(keys):
+            state = {key: state}
+        flat = flatten(state)
+        own = [owner.path for owner in flat.owners] + [path for path, leaf in flat.values.items() if leaf.per_rank]
+        own += [path for path, leaf in flat.tensors.items() if leaf.spec.per_rank]
+        if own:
+            raise StateError(
+                f"{display(own[0])}: an object with state_dict(), and what belongs to a rank alone, cannot be inside a "
+                f"{type(value).__name__} here; put it into a dict, or its state_dict() in its place"
+            )
+        self._tensors |= flat.tensors
+        self._values |= {path: leaf.encoded for path, leaf in flat.values.items()}
+        self._aliases |= flat.aliases
+        self._containers |= {path: container for path, (container, _) in flat.containers.items()}
+        for path in flat.names():
+            self._note(path, lists)
+
     def _note(self, keys: Path, lists: Sequence[int]) -> None:
         if lists:
             self._lists[keys] = tuple(lists)
 
     def _document(self) -> dict[str, Any]:
         """Return the leaves as JSON for the other ranks: a digest of all that are not in a list."""
-        text = repr(([(path, leaf.spec) for path, leaf in self._tensors.items()], list(self._values), self._lists))
+        specs = [(path, leaf.spec) for path, leaf in self._tensors.items()]
+        text = repr((specs, list(self._values), self._aliases, self._containers, self._lists))
         paths = (*self._tensors, *self._values)
         return {
             "structure": hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
-            "in_lists": [(path, at, self._values.get(path), path in self._tensors) for path, at in self._lists.items()],
+            "in_lists": [
+                (path, at, self._values.get(path), path not in self._values) for path, at in self._lists.items()
+            ],
             "states": sorted({path[:at] for path in paths for at, key in enumerate(path) if key == _STATE}, key=repr),
         }
 
@@ -139,7 +174,11 @@ class Leaves:
         return FlatState(
             tensors=self._tensors,
             values={path: ValueLeaf(None, False, None, encoded) for path, encoded in values.items()},
-            containers=dict.fromkeys(sorted(containers, key=repr), (_LIST, False)),
+            aliases=self._aliases,
+            containers={
+                **dict.fromkeys(sorted(containers, key=repr), (_LIST, False)),
+                **{path: (container, False) for path, container in self._containers.items()},
+            },
             structure=structure.hexdigest(),
         )
 
@@ -152,7 +191,7 @@ class _InList:
     path: Path
     positions: tuple[int, ...]
     encoded: Any
-    is_tensor: bool
+    is_tensor: bool  # or another name of one
 
 
 def _joined(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[int, ...]]]:

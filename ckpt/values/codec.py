@@ -53,9 +53,9 @@ def encode_value(value: Any) -> Any:
     """Return the JSON form of `value`; `decode_value` returns an equal value of the same type.
 
     Accepts what docs/format.md lists: numbers (nan with its bits, infinity, -0.0), strings, containers with the order
-    of their keys, and standard types of Python, numpy and torch; any `enum.Enum` and named tuple; registered types; and
-    what `decode_value` returns. Raises `UnencodableError`, a `TypeError`, for anything else, also for subclasses, which
-    could not be decoded again.
+    of their keys, and standard types of Python, numpy and torch; any `enum.Enum` and named tuple; registered types, and
+    values of them; and what `decode_value` returns. Raises `UnencodableError`, a `TypeError`, for anything else, also
+    for subclasses, which could not be decoded again.
     """
     return _encode(value, 0, False)
 
@@ -108,8 +108,15 @@ def _encode(value: Any, depth: int, inside_registered: bool) -> Any:
 
 
 def _encode_named(value: Any, kind: type[Any], depth: int, inside_registered: bool) -> Any:
-    """Encode a value of a registered type, an enum or a named tuple; None for other types."""
+    """Encode a registered type, a value of one, an enum or a named tuple; None for other types."""
     data: Any
+    if isinstance(value, type):
+        if encoder_of(value) is None:
+            raise UnencodableError(
+                f"the class {name_of(value)} itself cannot be stored unless the program has registered it, since a "
+                "load imports nothing: call ckpt.register_encoder before, or put its name there"
+            )
+        return {"$": "class", "type": name_of(value), "value": None}
     encoder = encoder_of(kind)
     form: Form | None = "registered" if encoder is not None and encoder.to_json is not None else form_of(kind)
     if form is None and kind is not Unregistered:
@@ -228,7 +235,7 @@ class _Decoder:
                 return deque((self.decode(item, depth) for item in _items(encoded)), encoded["maxlen"])
             case "Namespace":
                 return Namespace(**self._pairs(encoded, depth))
-            case "enum" | "flag" | "namedtuple" | "registered":
+            case "enum" | "flag" | "namedtuple" | "registered" | "class":
                 return self._named(tag, str(encoded["type"]), self.decode(encoded["value"], depth))
             case "torch.dtype":
                 return _torch_dtype(encoded["name"])
@@ -256,6 +263,8 @@ class _Decoder:
                     f"{str(data)[:200]}"
                 ) from error
         kind = encoder.kind if encoder is not None else self._kinds.get(name)
+        if form == "class":
+            return placeholder if kind is None else kind
         if kind is None or form_of(kind) != form:
             return placeholder
         if form == "namedtuple":

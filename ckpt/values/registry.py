@@ -187,8 +187,11 @@ BUILT_IN: frozenset[type[Any]] = frozenset(STANDARD) | {
 
 _T = TypeVar("_T")
 
-Form = Literal["enum", "flag", "namedtuple", "registered"]
-"""How a value of a named type is stored: by the member's name, its number, its fields, or what `to_json` returns."""
+Form = Literal["enum", "flag", "namedtuple", "registered", "class"]
+"""How a value of a named type is stored: by the member's name, its number, its fields, or what `to_json` returns.
+
+A "class" is the type itself.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,7 @@ class Unregistered:
 
     `name` is the type's module and qualified name. `data` is, by `form`: of an "enum" the name of the member, of a
     "flag" its number, of a "namedtuple" a tuple of pairs of field and value, of "registered" what `to_json` returned.
+    The type itself, a "class", has none.
     """
 
     name: str

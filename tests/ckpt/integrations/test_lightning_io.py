@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from datetime import timedelta
@@ -244,12 +245,50 @@ def test_after_an_exception_the_writer_finishes_alone(plugin: CkptIO, tmp_path: 
     assert number_of(plugin.load_checkpoint(tmp_path / "a.ckpt")) == 1
 
 
+def test_after_an_exception_no_thread_stays_unless_a_save_is_in_flight(plugin: CkptIO, tmp_path: Path) -> None:
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+    ckpt.wait_until_written(tmp_path, 1)
+    try:
+        raise RuntimeError("in fit")
+    except RuntimeError:
+        plugin.teardown()
+    assert "ckpt-claim" not in {thread.name for thread in threading.enumerate()}
+    assert number_of(plugin.load_checkpoint(tmp_path / "a.ckpt")) == 1
+
+
+def test_after_an_exception_the_next_save_does_not_fence_off_the_writer(plugin: CkptIO, tmp_path: Path) -> None:
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+    plugin.save_checkpoint(checkpoint(2), tmp_path / "b.ckpt")
+    try:
+        raise RuntimeError("in fit")
+    except RuntimeError:
+        plugin.teardown()
+    plugin.save_checkpoint(checkpoint(3), tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert steps(tmp_path) == [2, 3]
+    assert [number_of(read_checkpoint(tmp_path / name)) for name in ("a.ckpt", "b.ckpt")] == [3, 2]
+
+
+def test_with_the_hooks_of_the_restart_wrapper_a_directory_stays_open(plugin: CkptIO, tmp_path: Path) -> None:
+    bridge = plugin.bridge
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+    ckpt.wait_until_written(tmp_path, 1)
+    try:
+        raise RuntimeError("in fit")
+    except RuntimeError:
+        plugin.teardown()
+    bridge.interrupt()
+    assert bridge.interrupted_at is not None
+    bridge.recover_from_fault(None)
+    assert number_of(plugin.load_checkpoint(tmp_path / "a.ckpt")) == 1
+
+
 def test_files_of_others_are_neither_loaded_nor_overwritten(plugin: CkptIO, tmp_path: Path) -> None:
     torch.save(checkpoint(1), tmp_path / "torch.ckpt")
     for method in (plugin.load_checkpoint, lambda path: plugin.save_checkpoint(checkpoint(2), path)):
         with pytest.raises(ckpt.CheckpointError, match=r"torch\.ckpt is not a checkpoint that CkptIO saved"):
             method(tmp_path / "torch.ckpt")
-    with pytest.raises(ckpt.CheckpointNotFoundError, match="there is no checkpoint"):
+    with pytest.raises(ckpt.CheckpointNotFoundError, match=r"Checkpoint file not found: .*missing.ckpt"):
         plugin.load_checkpoint(tmp_path / "missing.ckpt")
 
 

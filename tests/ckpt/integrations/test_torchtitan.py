@@ -90,7 +90,10 @@ def _chosen(rank: int, world_size: int, folder: str) -> None:
     assert reader.step == 2
     assert reader.train(6, ends=True) == []
     assert reader.steps() == [1, 2, 4]
-    with pytest.raises(ckpt.CheckpointNotFoundError, match=r"has no published step 3; it has \[1, 2, 4\]"):
+    with pytest.raises(
+        ckpt.CheckpointNotFoundError,
+        match=r"--checkpoint\.load_step=3 not found: .*has no published step 3; it has \[1, 2, 4\]",
+    ):
         reader.manager.load(3)
     reader.manager.close()
 
@@ -370,6 +373,40 @@ def _other_degree(rank: int, world_size: int, folder: str) -> None:
 
 def test_another_data_parallel_degree(tmp_path: Path) -> None:
     run_ranks(_other_degree, 2, str(tmp_path), timeout=120, imports=TORCHTITAN)
+
+
+class _OwnOptimizers:
+    """A container that is no torch optimizer, and cannot be iterated over."""
+
+    def __init__(self) -> None:
+        self.momentum = torch.ones(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": self.momentum}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.momentum = state_dict["momentum"]
+
+
+def test_optimizers_need_only_a_state_dict(tmp_path: Path) -> None:
+    from ckpt.integrations.torchtitan import CheckpointManager
+
+    optimizers = _OwnOptimizers()
+    manager = CheckpointManager(
+        CheckpointManager.Config(enable=True, interval=1, last_save_model_only=False),
+        dataloader=None,
+        model_parts=[torch.nn.Linear(2, 2)],
+        optimizers=optimizers,
+        lr_schedulers=_OwnOptimizers(),
+        states={},
+        sd_adapter=None,
+        base_folder=str(tmp_path),
+    )
+    assert manager.save(1, last_step=True)
+    optimizers.momentum = torch.zeros(2)
+    assert manager.load(1)
+    assert optimizers.momentum.tolist() == [1, 1]
+    manager.close()
 
 
 def test_what_is_not_supported_is_refused() -> None:

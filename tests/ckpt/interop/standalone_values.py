@@ -65,7 +65,7 @@ def plain(value):
             return {plain(key): plain(item) for key, item in value["items"]}
         case "Namespace":
             return Namespace(**{plain(key): plain(item) for key, item in value["items"]})
-        case "enum" | "flag" | "namedtuple" | "registered":
+        case "enum" | "flag" | "namedtuple" | "registered" | "class":
             return value["type"], plain(value["value"])
         case "int":
             return int(value["hex"], 16)

@@ -123,6 +123,25 @@ def test_open_gives_a_stand_in_that_can_be_saved_again(
     assert state == {"x": [saved]}
 
 
+def test_a_registered_type_itself_is_a_value(
+    queue: AsyncCallsQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ckpt.values.registry, "_ENCODERS", {})
+    with pytest.raises(StateError, match=r"x: the class .*Mode itself cannot be stored unless .*register_encoder"):
+        _run(queue, tmp_path / "unknown", Mode, None)
+    ckpt.register_encoder(Mode)
+    assert _run(queue, tmp_path / "known", {"kind": Mode}, {"kind": None}) == {"kind": Mode}
+    del ckpt.values.registry._ENCODERS[f"{__name__}.Mode"]
+    (stand_in,) = ckpt.open(tmp_path / "known").values_by_name.values()
+    assert stand_in == Unregistered(f"{__name__}.Mode", None, "class")
+    with Checkpointer(tmp_path / "again", queue=queue) as checkpointer:
+        checkpointer.save({"x": stand_in}, 1)
+        ckpt.register_encoder(Mode)
+        state: dict[str, Any] = {"x": None}
+        checkpointer.restore(state)
+    assert state == {"x": Mode}
+
+
 def test_what_is_neither_registered_nor_in_the_state_is_refused_by_name(queue: AsyncCallsQueue, tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match=r"type: x holds 'FAST' of the enum type .*Mode.*register_encoder"):
         _run(queue, tmp_path / "strict", [Mode.FAST], None)
