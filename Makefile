@@ -17,6 +17,8 @@ TEST_JOBS ?= $(shell cores=$$(nproc); jobs=$$((cores + (cores + 1) / 2)); echo $
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 # Object stores that only tests use. Without npm, or if it fails, their tests are skipped.
 SERVERS := build/servers
+# What tests of background calls schedule; beside the environment, as it installs an `ft_launcher`, too. Without it they are skipped.
+NVRX := build/nvrx
 
 # Tests start hundreds of interpreters: without bytecode, each would compile the packages again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -37,7 +39,7 @@ ruff: $(INSTALLED)
 mypy: $(INSTALLED)
 	$(BIN)/mypy
 
-pytest: $(INSTALLED) $(SERVERS)/.installed
+pytest: $(INSTALLED) $(SERVERS)/.installed $(NVRX)/.installed
 	$(PYTEST) $(PYTEST_ARGS)
 
 # The crash matrix, 64 real ranks, the fault matrix, the C code and the readers with random input, the laboratory of nodes, unchanged
@@ -109,6 +111,10 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile $(wildcard ckpt/native/*.[
 $(SERVERS)/.installed: Makefile
 	mkdir -p $(SERVERS)
 	-timeout 300 npm install --silent --no-audit --no-fund --no-save --prefix $(SERVERS) azurite@3.35.0 s3rver@3.7.1 && touch $@
+
+$(NVRX)/.installed: Makefile $(INSTALLED)
+	mkdir -p $(NVRX)
+	-$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(NVRX) nvidia-resiliency-ext==0.4.1 && touch $@
 
 clean:
 	rm -rf $(VENV) $(OLDEST) demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ PAGES = (
     "preemption",
     "kubernetes",
     "ray",
+    "megatron",
 )
 
 

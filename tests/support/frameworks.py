@@ -1,6 +1,26 @@
 """Modules of frameworks that take seconds to import, for ranks to be forked with; see `imports` of `launch_ranks`."""
 
-__all__ = ["LIGHTNING", "MEGATRON", "TORCHDATA", "TORCHTITAN", "TORCHTITAN_ON_CPU", "TRANSFORMERS"]
+from pathlib import Path
+
+__all__ = [
+    "LIGHTNING",
+    "MEGATRON",
+    "NVRX",
+    "TORCHDATA",
+    "TORCHTITAN",
+    "TORCHTITAN_ON_CPU",
+    "TRANSFORMERS",
+    "nvrx_is_there",
+]
+
+NVRX = Path(__file__).resolve().parents[2] / "build" / "nvrx"
+"""Where the Makefile puts nvidia_resiliency_ext: it installs a program of the name of ours, so not into the venv."""
+
+
+def nvrx_is_there() -> bool:
+    """Return whether nvidia_resiliency_ext can be imported from `NVRX`."""
+    return (NVRX / "nvidia_resiliency_ext").is_dir()
+
 
 LIGHTNING = ("lightning.pytorch", "tests.ckpt.integrations.programs.lightning_jobs")
 MEGATRON = ("megatron.core.dist_checkpointing.strategies.torch", "megatron.core.num_microbatches_calculator")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,14 +16,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckpt import AsyncCallsQueue, AsyncRequest, CheckpointError, WriterError
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate
 from tests.support import LeakCheck, run_ranks
-from tests.support.frameworks import MEGATRON
+from tests.support.frameworks import MEGATRON, NVRX, nvrx_is_there
 
 pytestmark = pytest.mark.timeout(120)
+needs_nvrx = pytest.mark.skipif(not nvrx_is_there(), reason=f"nothing is in {NVRX}: make build/nvrx/.installed")
 
 
 class ForeignRequest(NamedTuple):
@@ -224,3 +229,73 @@ def test_sharded_save_of_megatron(tmp_path: Path) -> None:
     for result in run_ranks(_megatron_saves, 2, tmp_path, timeout=100, imports=MEGATRON):
         rank = result.rank
         assert result.value == [[[10.0 + rank], [10.0], 10], [[20.0 + rank], [20.0], 20]]
+
+
+def _nvrx_saves(rank: int, world_size: int, folder: Path) -> list[Any]:
+    """Save with the writer of nvidia_resiliency_ext for DCP, as its `FileSystemWriterAsync` is used; twice, reused."""
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, str(NVRX))
+    torch.cuda.synchronize = lambda *given: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    from nvidia_resiliency_ext.checkpointing.async_ckpt import core
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
+        save_state_dict_async_finalize,
+        save_state_dict_async_plan,
+    )
+
+    restored: list[Any] = []
+    queue = AsyncCallsQueue(timeout_s=60)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for step in (10, 20):
+        path = str(folder / str(step))
+        weight = torch.full((2, 8), float(step + rank))
+        state = {"weight": DTensor.from_local(weight, mesh, [Shard(0)]), "bias": torch.full((3,), float(step))}
+        writer = FileSystemWriterAsync(path, thread_count=2)
+        planned = save_state_dict_async_plan(state, writer)
+        save_fn, preload_fn, save_args = writer.get_save_function_and_args()
+        request = core.AsyncRequest(
+            save_fn, save_args, [partial(save_state_dict_async_finalize, *planned)], preload_fn=preload_fn
+        )
+        queue.schedule_async_request(request)
+        weight.zero_()  # the data were copied by `preload_fn`
+        if step == 10:
+            queue.maybe_finalize_async_calls(blocking=True)
+            queue.close()  # and it is used again
+    queue.close()
+    for step in (10, 20):
+        loaded = {"weight": distribute_tensor(torch.zeros(2 * world_size, 8), mesh, [Shard(0)]), "bias": torch.zeros(3)}
+        dcp.load(loaded, checkpoint_id=folder / str(step))
+        restored.append([loaded["weight"].to_local().unique().tolist(), loaded["bias"].unique().tolist()])
+    return restored
+
+
+@pytest.mark.skipif(
+    not nvrx_is_there(), reason="nvidia_resiliency_ext is not in build/nvrx: make build/nvrx/.installed"
+)
+def test_sharded_save_of_nvidia_resiliency_ext(tmp_path: Path) -> None:
+    for result in run_ranks(_nvrx_saves, 2, tmp_path, timeout=100, imports=MEGATRON):
+        assert result.value == [[[step + result.rank], [step]] for step in (10.0, 20.0)]
+
+
+def _nvrx_torch_save(rank: int, world_size: int, folder: Path) -> list[Any]:
+    """Let `TorchAsyncCheckpoint` of nvidia_resiliency_ext schedule its requests on a queue of ckpt."""
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, str(NVRX))
+    torch.cuda.synchronize = lambda *given: None  # type: ignore[assignment]
+    from nvidia_resiliency_ext.checkpointing.async_ckpt import torch_ckpt
+
+    torch_ckpt.AsyncCallsQueue = AsyncCallsQueue
+    saver = torch_ckpt.TorchAsyncCheckpoint()
+    saver.async_save({"weight": torch.full((4,), float(rank)), "step": 7}, folder / f"{rank}.pt")
+    saver.finalize_async_save(blocking=True, no_dist=False, terminate=True)
+    loaded = torch.load(folder / f"{rank}.pt")
+    return [loaded["weight"].unique().tolist(), loaded["step"]]
+
+
+@pytest.mark.skipif(
+    not nvrx_is_there(), reason="nvidia_resiliency_ext is not in build/nvrx: make build/nvrx/.installed"
+)
+def test_torch_async_checkpoint_of_nvidia_resiliency_ext(tmp_path: Path) -> None:
+    results = run_ranks(_nvrx_torch_save, 2, tmp_path, timeout=100, imports=MEGATRON)
+    assert [result.value for result in results] == [[[0.0], 7], [[1.0], 7]]
