@@ -92,6 +92,8 @@ print(json.dumps(errors))
 _EXTRAS = {
     "ckpt.integrations.accelerate": "accelerate",
     "ckpt.integrations.lightning": "lightning",
+    "ckpt.integrations.megatron": "megatron",
+    "ckpt.integrations.megatron_leaves": "megatron",
     "ckpt.integrations.torchtitan": "torchtitan",
     "ckpt.integrations.transformers": "transformers",
     "ckpt.loading.zarr_store": "zarr",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "guarantees.md"
-PAGES = ("guide", "format", "snapshots", "mirrors", "object_stores", "restart", "sections", "preemption")
+PAGES = ("guide", "format", "snapshots", "mirrors", "object_stores", "restart", "sections", "preemption", "megatron")
 
 
 @functools.cache
