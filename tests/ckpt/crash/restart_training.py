@@ -262,7 +262,8 @@ def run(rank: int, world_size: int, job: Job, folder: Path) -> str | None:
 
 class _Finalize(CheckpointFinalize):
     def __init__(self, checkpointer: ckpt.Checkpointer, trainer: "_Trainer", on_fault: str) -> None:
-        super().__init__(checkpointer, on_fault, timedelta(seconds=20))  # type: ignore[arg-type]
+        longest = {"drain_timeout": timedelta(seconds=20)} if on_fault == "drain" else {}
+        super().__init__(checkpointer, on_fault, **longest)  # type: ignore[arg-type]
         self._trainer = trainer
 
     def __call__(self, state: Any) -> Any:

@@ -270,6 +270,7 @@ def test_killed_while_it_retires_a_step(tmp_path: Path) -> None:
         if there:
             assert not validate(str(root / "step_00000001")).problems
         with _open(root) as checkpointer:
+            checkpointer.recover()
             save_here(checkpointer, _state(3.0), 3)
             save_here(checkpointer, _state(4.0), 4)
             assert checkpointer.all_steps() == [4]

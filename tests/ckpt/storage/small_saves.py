@@ -13,6 +13,7 @@ import torch
 
 import ckpt
 from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.seen_roots import note_seen
 from ckpt.validation import validate
 
 __all__ = ["SCENARIOS", "Scenario", "assert_whole", "opened", "save", "state_of"]
@@ -25,7 +26,8 @@ def state_of(value: float) -> dict[str, Any]:
 
 @contextmanager
 def opened(root: Path, *, reuse_files: bool | None = None, **options: Any) -> Iterator[ckpt.Checkpointer]:
-    """Return a Checkpointer whose writer uses one thread."""
+    """Return a Checkpointer whose writer uses one thread, and that goes on from the steps that are there."""
+    note_seen(str(root))
     with ckpt.Checkpointer(root, staging=ckpt.Staging(threads=1, reuse_files=reuse_files), **options) as checkpointer:
         yield checkpointer
 
