@@ -78,7 +78,7 @@ def test_the_reference_has_the_names_of_every_adapter_and_what_public_methods_re
 
 def test_pages_and_messages_ask_for_the_versions_of_the_package() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    oldest = {name: m[1] for name, needs in extras.items() if (m := re.match(r"[\w-]+>=([\d.]+)", needs[0]))}
+    oldest = {name: m[1] for name, needs in extras.items() if (m := re.match(r"[^=>]+>=([\d.]+)", needs[0]))}
     said = 0
     for file in [*(DOCS / "integrations").glob("*.md"), *(REPOSITORY / "ckpt" / "integrations").glob("*.py")]:
         text = re.sub(r"\[(\w+)\]\([^)]*\)", r"\1", file.read_text())

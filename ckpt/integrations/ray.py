@@ -20,7 +20,7 @@ try:
     from ray.train import CheckpointUploadMode
 except ImportError as error:
     raise ImportError(
-        "ckpt.integrations.ray needs Ray Train 2.50 or newer: pip install 'ckpt-inprocess[ray]'"
+        "ckpt.integrations.ray needs Ray 2.50 or newer: pip install 'ckpt-inprocess[ray]'"
     ) from error
 
 __all__ = ["report", "run_root"]

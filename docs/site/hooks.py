@@ -23,13 +23,15 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for source, page in TOP_LEVEL.items():
         text = _LINK.sub(lambda match: _target(match[1]), (REPOSITORY / source).read_text(encoding="utf-8"))
         files.append(File.generated(config, page, content=_ALONE + text if page == "index.md" else text))
-    for example in sorted((REPOSITORY / "examples").glob("*.py")):
-        files.append(File.generated(config, f"examples/{example.name}", abs_src_path=str(example)))
+    examples = REPOSITORY / "examples"
+    for example in sorted([*examples.glob("*.py"), *examples.glob("kubernetes/*.yaml")]):
+        name = example.relative_to(REPOSITORY).as_posix()
+        files.append(File.generated(config, name, abs_src_path=str(example)))
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Have links to examples, which are beside docs/ in the repository, lead to those of the site."""
-    return markdown.replace("](../../examples/", "](../examples/")
+    return re.sub(r"\]\(\.\./(\.\./)?examples/", r"](\1examples/", markdown)
 
 
 def _expanded(entry: object) -> object:

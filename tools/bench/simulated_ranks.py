@@ -62,6 +62,8 @@ class SimulatedRank:
         rank, iteration, client = self.rank, self.iteration, self.client
         self._agreement = Agreement(Namespace(iteration, client), iteration, self._world_size)
         self._agreement.publish_rank(rank, rank)
+        if rank == 0:
+            self._agreement.report_active_size(self._world_size)
         self._start_sibling(heartbeat_s)
         if iteration > 1 and rank == 0:
             Namespace(iteration - 2, client).clear()

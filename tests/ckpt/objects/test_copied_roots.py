@@ -130,6 +130,7 @@ def test_nothing_is_left_of_a_copied_step_that_is_removed(places: list[str]) -> 
     _saved(places[0])
     _copy(places[0], places[1])
     with ckpt.Checkpointer(places[1], keep=ckpt.Latest(1)) as checkpointer:
+        checkpointer.recover()
         checkpointer.save_request(_state(4), 4).execute_sync()
         assert checkpointer.all_steps() == [4]
     with ckpt.Checkpointer(places[1]) as checkpointer:
@@ -222,6 +223,7 @@ def test_only_what_was_published_is_a_step(store: str, tmp_path: Path, queue: ck
     with pytest.raises(ckpt.StorageError, match="is a step, not a checkpoint root"):
         ckpt.Checkpointer(tmp_path / "copy/step_00000005")
     with ckpt.Checkpointer(tmp_path / "copy", queue=queue) as checkpointer:
+        checkpointer.recover()
         checkpointer.save(_state(6), 6)
         assert checkpointer.all_steps() == [1, 5, 6]
     assert open_root(tmp_path / "copy").superseded() == before

@@ -111,6 +111,7 @@ def test_rm_removes_all_or_nothing_beside_a_job(run: Commands, root: Path) -> No
     moved = root / ".superseded" / "step_00000002-o1795423842902-0123456789abcdef"
     shutil.copytree(root / "step_00000003", moved)
     with Checkpointer(root) as checkpointer:
+        checkpointer.recover()
         save_here(checkpointer, {"w": torch.ones(3)}, 5)
         assert "is alive" in run.refused("rm", root, "3", moved.name, "--yes")
         assert moved.is_dir()
