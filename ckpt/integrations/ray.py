@@ -19,9 +19,7 @@ try:
     import ray.train
     from ray.train import CheckpointUploadMode
 except ImportError as error:
-    raise ImportError(
-        "ckpt.integrations.ray needs Ray 2.50 or newer: pip install 'ckpt-inprocess[ray]'"
-    ) from error
+    raise ImportError("ckpt.integrations.ray needs Ray 2.50 or newer: pip install 'ckpt-inprocess[ray]'") from error
 
 __all__ = ["report", "run_root"]
 

@@ -10,13 +10,13 @@ compressor see all of it; the blocks that Blosc itself would choose are smaller,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from ckpt.arguments import check_choice, whole_number
+from ckpt.errors import FormatVersionError
 from ckpt.storage.regular_files import DamagedFileError
 
 __all__ = ["MAX_FRAME_BYTES", "Compression", "compressed", "decompressed"]
@@ -68,8 +68,16 @@ class Compression:
         return cls(given)
 
     @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> Compression:
-        """Return what `to_document` has made. One of `ILL_FORMED` for anything else."""
+    def from_document(cls, document: Any) -> Compression:
+        """Return what `to_document` has made. One of `ILL_FORMED` for anything else.
+
+        FormatVersionError for what was compressed before there were frames of Blosc: that is no damage.
+        """
+        if document == "zstd":
+            raise FormatVersionError(
+                "its chunks are compressed as by a version of ckpt from before the release 0.2.0: restore it with that "
+                "version, and save it with this one"
+            )
         made = cls(document["codec"], level=document["level"], shuffle=document["shuffle"])
         if made.to_document() != document:
             raise ValueError(f"{document!r:.80} is no compression")

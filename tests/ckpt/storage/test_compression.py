@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpt
 from ckpt.storage.compression import Compression, compressed, decompressed
 from ckpt.storage.regular_files import DamagedFileError
+from tests.ckpt.validation.forgery import reseal_index
+from tests.support.saves import save_here
 from tests.support.seeds import random_bytes
 
 _NOISE = random_bytes(300_000)
@@ -75,3 +80,20 @@ def test_any_byte_may_be_wrong(where: int, value: int) -> None:
     frame = _FRAME[:where] + bytes([value]) + _FRAME[where + 1 :]
     with contextlib.suppress(DamagedFileError):
         assert len(decompressed(frame, 4096)) == 4096
+
+
+def test_chunks_of_earlier_builds_are_no_damage(tmp_path: Path) -> None:
+    """Else a restore would take an older step, and move this one aside."""
+    with ckpt.Checkpointer(tmp_path, staging=ckpt.Staging(compression="zstd")) as checkpointer:
+        save_here(checkpointer, {"w": torch.ones(1000)}, 2)
+
+    def as_earlier(index: dict[str, Any]) -> None:
+        index["arrays"][0]["compression"] = "zstd"
+
+    reseal_index(tmp_path / "step_00000002", as_earlier)
+    with (
+        ckpt.Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(ckpt.FormatVersionError, match=r"before the release"),
+    ):
+        checkpointer.restore({"w": torch.zeros(1000)})
+    assert (tmp_path / "step_00000002").is_dir()
