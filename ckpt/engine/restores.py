@@ -110,14 +110,27 @@ class Restores:
         return True
 
     def _newest_run(self, found: Candidates) -> str | None:
-        """Return the run of the newest published step that can be read; None if it has none."""
+        """Return the run of the newest published step that is not damaged; None if it has none, or there is no step.
+
+        StorageError for one that cannot be read, CheckpointCorruptError if all are damaged: they may be of any run.
+        """
+        damaged: dict[int, CheckpointCorruptError] = {}
         for candidate in found.ordered:
             root = self._parts.mirror_root if candidate.in_mirror else self._parts.root
             if candidate.save is None and root is not None:
                 try:
                     return run_of(root, candidate.step)
-                except (CheckpointCorruptError, CheckpointNotFoundError, StorageError) as error:
+                except CheckpointNotFoundError:
+                    pass  # it was removed meanwhile
+                except CheckpointCorruptError as error:
                     _log.warning("it is not known which run step %d of %s is of: %s", candidate.step, root.path, error)
+                    damaged[candidate.step] = error
+        if damaged:
+            steps, path = sorted(damaged), self._parts.root.path
+            raise CheckpointCorruptError(
+                f"it is not known which run the steps {steps} of {path} are of, as all are damaged; to begin anew, "
+                f"remove them: inspect_ckpt rm {path} {' '.join(map(str, steps))}; or give another root"
+            ) from damaged[steps[-1]]
         return None
 
     def restore_registered_alone(self, last: RestoreReport | None, rank: int) -> None:

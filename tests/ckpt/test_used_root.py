@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import CheckpointExistsError, FencedError
+from ckpt.errors import CheckpointCorruptError, CheckpointExistsError, FencedError, StorageError
 from ckpt.saving import write
 from ckpt.storage import seen_roots
 from ckpt.storage.root import CheckpointRoot
@@ -226,6 +226,49 @@ def test_a_training_starts_over_once(root: str, other_process: Any, caplog: pyte
         assert checkpointer.start_over("lr 1e-4")
         save_here(checkpointer, _state(0.0), 5)
         assert checkpointer.all_steps() == [5]
+
+
+@pytest.mark.parametrize("damaged", [("zarr.json",), ("intent.json",), ("zarr.json", "intent.json")])
+def test_a_run_of_which_all_steps_are_damaged_is_not_begun_anew(
+    damaged: tuple[str, ...], tmp_path: Path, other_process: Any
+) -> None:
+    """Two documents have its name; without both it is not known which run it is, and none is begun."""
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.start_over("b")
+        for step in (10, 20):
+            save_here(checkpointer, _state(float(step)), step)
+    for path in (path for name in damaged for path in tmp_path.glob(f"step_*/{name}")):
+        path.write_bytes(b"{")
+    other_process()
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        if len(damaged) == 1:
+            assert not checkpointer.start_over("b")
+        else:
+            with pytest.raises(CheckpointCorruptError, match=r"the steps \[10, 20\] of .* inspect_ckpt rm .* 10 20;"):
+                checkpointer.start_over("b")
+        with pytest.raises(CheckpointExistsError, match="has 2 steps"):
+            save_here(checkpointer, _state(30.0), 30)
+        assert checkpointer.all_steps() == [10, 20]
+
+
+def test_a_run_is_not_begun_anew_while_storage_fails(
+    tmp_path: Path, other_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.start_over("b")
+        save_here(checkpointer, _state(10.0), 10)
+    other_process()
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointRoot, "source_of", _fails)
+            with pytest.raises(StorageError, match="Stale file handle"):
+                checkpointer.start_over("b")
+        assert not checkpointer.start_over("b")
+        assert checkpointer.restore(_state(0.0)) == 10
+
+
+def _fails(root: CheckpointRoot, step: int) -> Any:
+    raise StorageError(f"{root.path}/step_{step:08d}: Stale file handle")
 
 
 def test_a_requeued_job_that_forgets_to_restore_is_refused(root: str, other_process: Any) -> None:
