@@ -46,6 +46,7 @@ class Restores:
         self.branch = Branch()
         self.last: RestoreReport | None = None
         self.current_step: int | None = None
+        self._run: str | None = None  # the one that `start_over` was told
         self._seen_left: int | None = None  # the newest token, when the last restore decided what an ended run left
 
     @property
@@ -97,7 +98,7 @@ class Restores:
         with ranks.all_or_none(f"start the run {run!r}") as phase:
             is_begun = claim.run == run or (ranks.rank == 0 and self._newest_run(found) == run)
             phase.told = b"begun" if is_begun else b""
-        claim.run = run
+        self._run = claim.run = run
         if found.ordered and any(phase.answers):
             return False  # only its steps count: those that it has left are not among them
         saves = published_saves(tiers, found, ranks)
@@ -211,7 +212,7 @@ class Restores:
 
     def _continue_from(self, report: RestoreReport | None, seen: int | None, rank: int) -> None:
         self.branch = Branch(-1) if report is None else self._branch_of(report, rank)
-        if report is not None:  # else the run that `start_over` has begun goes on, without a step
+        if report is not None and self._run is None:  # else this run goes on, also from a step of another one
             self._saver.root_claim.run = report.run
         if self._parts.mirror is not None and report is not None and report.left:
             self._parts.mirror.another_branch()

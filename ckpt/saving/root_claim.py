@@ -31,7 +31,7 @@ class RootClaim:
         self.branch: Branch | None = Branch()
         """The branch that the next save continues; None if one of this owner is known to be published."""
         self.run: str | None = None
-        """The run that saves are of, as `Checkpointer.start_over` was told, or the step that was restored says."""
+        """The run that saves are of, as `Checkpointer.start_over` was told, or else the step that was restored says."""
         self._root = root
         self._packs = packs
         self._before = before

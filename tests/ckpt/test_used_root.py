@@ -228,6 +228,24 @@ def test_a_training_starts_over_once(root: str, other_process: Any, caplog: pyte
         assert checkpointer.all_steps() == [5]
 
 
+def test_a_run_that_starts_from_a_step_of_another_keeps_its_name(root: str, other_process: Any) -> None:
+    """Its steps would be moved aside by each start of the job, if they were of no run."""
+    _save_all(root, (10, 20))
+    for step in (30, 40):
+        other_process()
+        with ckpt.Checkpointer(root) as checkpointer:
+            begins = checkpointer.start_over("b")
+            assert begins == (step == 30)
+            assert checkpointer.restore(_state(0.0), step=10 if begins else None) == (10 if begins else 30)
+            save_here(checkpointer, _state(float(step)), step)
+    with ckpt.Checkpointer(root) as checkpointer:
+        assert not checkpointer.start_over("b")
+        assert checkpointer.all_steps() == [10, 30, 40]
+        assert checkpointer.restore(_state(0.0)) == 40
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.run == "b"
+
+
 @pytest.mark.parametrize("damaged", [("zarr.json",), ("intent.json",), ("zarr.json", "intent.json")])
 def test_a_run_of_which_all_steps_are_damaged_is_not_begun_anew(
     damaged: tuple[str, ...], tmp_path: Path, other_process: Any
