@@ -81,8 +81,9 @@ class RootClaim:
     def note_save(self, token: int) -> None:
         """Note the token with which this job saves."""
         self._note_token(token)
+        if not self._has_saved:  # once: it looks at each folder of the path
+            note_seen(self._root.path)
         self._has_saved = True
-        note_seen(self._root.path)
 
     def _note_token(self, token: int) -> None:
         self.seen = self.token = token

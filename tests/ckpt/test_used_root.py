@@ -137,6 +137,17 @@ def test_another_part_of_the_program_goes_on_behind_the_newest_step(seen: str, r
         assert checkpointer.all_steps() == [10, 20, 30]
 
 
+def test_a_root_is_the_same_one_by_another_path(tmp_path: Path, other_process: Any) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    _save_all(real, (10,))
+    link.symlink_to("real")
+    for loaded, saved, step in ((link, real, 20), (real, link, 30)):
+        other_process()
+        assert ckpt.load(loaded)["number"] == step - 10
+        with ckpt.Checkpointer(saved) as checkpointer:
+            save_here(checkpointer, _state(float(step)), step)
+
+
 def test_a_save_that_a_killed_run_has_completely_written_counts(
     root: str, other_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
