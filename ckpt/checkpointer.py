@@ -355,7 +355,7 @@ class Checkpointer(Uncopied):
     def warmup(self, state: Any) -> None:
         """Plan, map the staging memory and start the writers, so that the first save costs no more than later ones.
 
-        Collective, and claims the root, as the first save does.
+        Collective. Claims the root, as the first save does; before a restore only one without steps.
         """
         self._closing.check_writable()
         self._parts.saver.warmup(state)

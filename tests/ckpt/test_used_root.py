@@ -192,6 +192,18 @@ def test_a_refused_job_fences_none_that_runs(root: str, other_process: Any) -> N
         save_here(running, _state(2.0), 2)
 
 
+@pytest.mark.parametrize("other", [0.0, None], ids=["the same structure", "another structure"])
+def test_a_warmup_after_a_snapshot_claims_nothing(other: float | None, root: str, other_process: Any) -> None:
+    """It is no save, so it is not refused; the first save is."""
+    _save_all(root, (10, 20))
+    other_process()
+    with ckpt.Checkpointer(root, snapshots=1) as checkpointer:
+        checkpointer.snapshot(_state(1.0), 100)
+        checkpointer.warmup(_state(0.0) if other is not None else {"w": torch.zeros(3)})
+        with pytest.raises(CheckpointExistsError, match="the save of step 30 would mix"):
+            save_here(checkpointer, _state(30.0), 30)
+
+
 def test_steps_can_be_deleted_without_a_restore(root: str, other_process: Any) -> None:
     _save_all(root, (1, 2))
     other_process()
