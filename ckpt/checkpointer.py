@@ -324,7 +324,8 @@ class Checkpointer(Uncopied):
 
         `run` names the training, and is recorded with its steps, so a job that is requeued may call this again; then
         `restore`, which gives None until `run` has a step. The first save moves all earlier steps to ``.superseded/``
-        when it is about to be published. Collective. Raises what `recover` raises.
+        when it is about to be published. Collective. Raises what `recover` raises; StorageError or
+        CheckpointCorruptError, with nothing done, if it cannot be read which run the steps are of.
         """
         self._closing.check_writable()
         return self._restores.start_over(run)
@@ -354,7 +355,7 @@ class Checkpointer(Uncopied):
     def warmup(self, state: Any) -> None:
         """Plan, map the staging memory and start the writers, so that the first save costs no more than later ones.
 
-        Collective, and claims the root, as the first save does.
+        Collective. Claims the root, as the first save does; before a restore only one without steps.
         """
         self._closing.check_writable()
         self._parts.saver.warmup(state)

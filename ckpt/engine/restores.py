@@ -46,6 +46,7 @@ class Restores:
         self.branch = Branch()
         self.last: RestoreReport | None = None
         self.current_step: int | None = None
+        self._run: str | None = None  # the one that `start_over` was told
         self._seen_left: int | None = None  # the newest token, when the last restore decided what an ended run left
 
     @property
@@ -97,7 +98,7 @@ class Restores:
         with ranks.all_or_none(f"start the run {run!r}") as phase:
             is_begun = claim.run == run or (ranks.rank == 0 and self._newest_run(found) == run)
             phase.told = b"begun" if is_begun else b""
-        claim.run = run
+        self._run = claim.run = run
         if found.ordered and any(phase.answers):
             return False  # only its steps count: those that it has left are not among them
         saves = published_saves(tiers, found, ranks)
@@ -110,14 +111,27 @@ class Restores:
         return True
 
     def _newest_run(self, found: Candidates) -> str | None:
-        """Return the run of the newest published step that can be read; None if it has none."""
+        """Return the run of the newest published step that is not damaged; None if it has none, or there is no step.
+
+        StorageError for one that cannot be read, CheckpointCorruptError if all are damaged: they may be of any run.
+        """
+        damaged: dict[int, CheckpointCorruptError] = {}
         for candidate in found.ordered:
             root = self._parts.mirror_root if candidate.in_mirror else self._parts.root
             if candidate.save is None and root is not None:
                 try:
                     return run_of(root, candidate.step)
-                except (CheckpointCorruptError, CheckpointNotFoundError, StorageError) as error:
+                except CheckpointNotFoundError:
+                    pass  # it was removed meanwhile
+                except CheckpointCorruptError as error:
                     _log.warning("it is not known which run step %d of %s is of: %s", candidate.step, root.path, error)
+                    damaged[candidate.step] = error
+        if damaged:
+            steps, path = sorted(damaged), self._parts.root.path
+            raise CheckpointCorruptError(
+                f"it is not known which run the steps {steps} of {path} are of, as all are damaged; to begin anew, "
+                f"remove them: inspect_ckpt rm {path} {' '.join(map(str, steps))}; or give another root"
+            ) from damaged[steps[-1]]
         return None
 
     def restore_registered_alone(self, last: RestoreReport | None, rank: int) -> None:
@@ -198,7 +212,7 @@ class Restores:
 
     def _continue_from(self, report: RestoreReport | None, seen: int | None, rank: int) -> None:
         self.branch = Branch(-1) if report is None else self._branch_of(report, rank)
-        if report is not None:  # else the run that `start_over` has begun goes on, without a step
+        if report is not None and self._run is None:  # else this run goes on, also from a step of another one
             self._saver.root_claim.run = report.run
         if self._parts.mirror is not None and report is not None and report.left:
             self._parts.mirror.another_branch()

@@ -40,6 +40,7 @@ from ckpt import (
     Checkpoint,
     Checkpointer,
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     LazyTensor,
     Leaves,
@@ -162,8 +163,8 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Save the items of all ranks as one step, and return when it is published. Collective.
 
-        Raises StateError, on all ranks, for an item of one of them that cannot be stored, and what `Checkpointer.save`
-        raises.
+        Raises StateError, on all ranks, for an item of one of them that cannot be stored; CheckpointExistsError for the
+        first save to a root unless it is behind the newest step; and what `Checkpointer.recover` and `save` raise.
         """
         assert self._root is not None
         assert self._step is not None
@@ -173,7 +174,12 @@ class Writer(StorageWriter):
                 self._checkpointer = None
                 stack.push(checkpointer)
             state, metrics = self._state(plan, planner)
-            if not checkpointer.save(state, self._step, metrics=metrics):
+            try:
+                is_published = checkpointer.save(state, self._step, metrics=metrics)
+            except CheckpointExistsError:  # its text advises methods of a Checkpointer
+                steps = checkpointer.all_steps()
+                raise CheckpointExistsError(_why_not(self._root, self._step, steps), step=self._step) from None
+            if not is_published:
                 raise SaveAbandonedError(f"step {self._step} is not published: the log has the error", step=self._step)
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result([WriteResult(item.index, nbytes_of(item), None) for item in plan.items])
@@ -209,6 +215,9 @@ class Writer(StorageWriter):
             self._checkpointer = Checkpointer(
                 root, process_group=self._process_group, timeout=self._timeout_s, **self._options
             )
+            # Otherwise steps behind the newest one would be refused, unless this process has loaded one. That the
+            # trainer has done so is not known in the background process of `dcp.async_save`.
+            self._checkpointer.recover()
         return self._checkpointer
 
     def _state(self, plan: SavePlan, planner: SavePlanner) -> tuple[Any, dict[str, Any]]:
@@ -401,6 +410,18 @@ def _no_step(path: str | os.PathLike[str] | None) -> str:
     return (
         f"{path}: which step? The last part of checkpoint_id is its number, alone or behind 'step', 'global_step' or "
         "'checkpoint': dcp.save(state_dict, checkpoint_id='runs/lm/step_100', storage_writer=writer)"
+    )
+
+
+def _why_not(root: str, step: int, steps: list[int]) -> str:
+    if step in steps:
+        return (
+            f"step {step} is already published in {root}, and nothing was written over; save it with another number, "
+            f"or remove it: inspect_ckpt rm {root} {step}"
+        )
+    return (
+        f"{root} has later steps, the newest is {max(steps, default=None)}, and step {step} would mix two trainings; "
+        f"nothing was written. Give another root, or remove the later steps: inspect_ckpt rm {root} STEP"
     )
 
 

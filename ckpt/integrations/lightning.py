@@ -209,19 +209,20 @@ class CkptIO(CheckpointIO):
         refuse_objects(checkpoint, ())
         global_step = int(checkpoint.get("global_step", 0))
 
-        def prepare() -> tuple[str, int]:
+        def prepare() -> tuple[str, int, bool]:
             for directory in self._directories.values():
                 directory.finalize()
             if ranks is not None and ranks.rank != 0:
-                return "", 0
+                return "", 0, False
             own = located(path)
-            return own, self._directory(root_of(own), ranks).prepare(own, global_step)
+            directory = self._directory(root_of(own), ranks)
+            return own, directory.prepare(own, global_step), not directory.is_recovered
 
-        where, step = prepare() if ranks is None else ranks.result_of_first("begin a save", prepare)
+        where, step, recovers = prepare() if ranks is None else ranks.result_of_first("begin a save", prepare)
         name = os.path.basename(where)
         about = {"name": name, "epoch": checkpoint.get("epoch"), "global_step": global_step}
         directory = self._directory(root_of(where), ranks)
-        directory.save(checkpoint, where, step, {"lightning": about})
+        directory.save(checkpoint, where, step, {"lightning": about}, recovers=recovers)
         if name.startswith(_BEFORE_THE_END):
             directory.finalize(blocking=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from typing import Any
@@ -25,7 +24,9 @@ class Directory:
         self.checkpointer = checkpointer
         self.shared = shared  # by all ranks, which save together
         self._root = root
-        self._recover_once = functools.cache(checkpointer.recover)
+        self.is_recovered = (
+            False  # what an earlier job left is decided; the same on all ranks only until one is replaced
+        )
         self._last: int | None = None  # the number of the newest save
         self._saves: dict[int, str] = {}  # the paths of saves that are not known to be published, by step
         self._removals: list[tuple[int, str]] = []  # each path with the step that must be published before
@@ -48,9 +49,13 @@ class Directory:
         write_name(path, [step, *earlier])
         return step
 
-    def save(self, checkpoint: dict[str, Any], path: str, step: int, metrics: dict[str, Any]) -> None:
-        """Stage and schedule a save."""
-        self._recover_once()  # else its steps are taken for those of another training; here each has its name
+    def save(
+        self, checkpoint: dict[str, Any], path: str, step: int, metrics: dict[str, Any], *, recovers: bool
+    ) -> None:
+        """Stage and schedule a save; recover before, if all ranks do."""
+        if recovers:  # else its steps are taken for those of another training; here each has its name
+            self.checkpointer.recover()
+            self.is_recovered = True
         self._last = step
         self._saves[step] = path
         self.checkpointer.async_save(checkpoint, step, metrics=metrics)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from ckpt.storage.documents import decode_root, well_formed
+from ckpt.storage.documents import decode_document, decode_root, well_formed
 from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
-from ckpt.storage.step_source import read_document
+from ckpt.storage.step_documents import INTENT
+from ckpt.storage.step_source import StepSource, read_document
 
 __all__ = ["Candidate", "PublishedCandidates", "in_order", "published_candidates", "run_of", "saves_of"]
 
@@ -86,18 +87,25 @@ def _save_of(root: Root, step: int) -> str | None:
 
 
 def run_of(root: Root, step: int) -> str | None:
-    """Return the name of the run that a published step is of; None if it has none.
+    """Return the name of the run that a published step is of, as its intent or its summary says; None if it has none.
 
-    CheckpointCorruptError or StorageError if that cannot be read.
+    CheckpointCorruptError if both are damaged, StorageError if one cannot be read.
     """
     source = root.source_of(step)
-    where = os.path.join(source.path, "zarr.json")
-    data = read_document(source, "zarr.json")
+    try:
+        run = _document(source, INTENT, decode_document).get("run")
+    except CheckpointCorruptError:
+        run = _document(source, "zarr.json", decode_root)["attributes"]["ckpt"].get("run")
+    return run if isinstance(run, str) else None
+
+
+def _document(source: StepSource, name: str, decode: Callable[[bytes, str], dict[str, Any]]) -> dict[str, Any]:
+    where = os.path.join(source.path, name)
+    data = read_document(source, name)
     with well_formed(where):
         if data is None:
             raise CheckpointCorruptError(f"{where} is missing")
-        run = decode_root(data, where)["attributes"]["ckpt"].get("run")
-    return run if isinstance(run, str) else None
+        return decode(data, where)
 
 
 def published_candidates(root: Root, mirror: Root | None, *, needs_mirror: bool) -> list[Candidate]:

@@ -131,13 +131,16 @@ class PlanCache:
         """The token that this job saves with; None before the ranks have agreed on one."""
         return None if self._session is None else self._session.owner or None
 
-    def prepare(self, state: Any, claims: RootClaim | None = None, *, claim: bool = True) -> PreparedState:
+    def prepare(
+        self, state: Any, claims: RootClaim | None = None, *, claim: bool = True, saves: bool = True
+    ) -> PreparedState:
         """Name the leaves, and find or make the plan. Collective if there is no plan or no session.
 
-        With `claims`, the session is to have an owner: the coordinator claims the root if `claim` is true there. When
-        ranks must agree, all raise what any raises: StateError, and errors of `claims`.
+        With `claims`, the session is to have an owner: the coordinator claims the root if `claim` is true there. If it
+        `saves`, this is for the save begun last; otherwise a used root is not claimed, and no error is raised for it.
+        When ranks must agree, all raise what any raises: StateError, and errors of `claims`.
         """
-        flat = self._agree_on_plan(state, claims, claim)
+        flat = self._agree_on_plan(state, claims, claim, self._last_step if saves else -1)
         self.finish()
         cached = self._cached
         assert cached is not None
@@ -150,7 +153,7 @@ class PlanCache:
         """Do the part of `prepare` that waits for other ranks, and that of fitting the slots. Collective."""
         with contextlib.suppress(StateError):  # of the state before, which is not to be saved any more
             self.finish()
-        self._agree_on_plan(state, claims, claim)
+        self._agree_on_plan(state, claims, claim, -1)
         if self._begun is not None:
             slots.meet()
 
@@ -173,7 +176,7 @@ class PlanCache:
         except StateError:
             self._begun = begun
 
-    def _agree_on_plan(self, state: Any, claims: RootClaim | None, claim: bool) -> FlatState:
+    def _agree_on_plan(self, state: Any, claims: RootClaim | None, claim: bool, step: int) -> FlatState:
         """Agree on a session and exchange descriptions, where that is needed. The plan is to be made then: `_begun`."""
         self.finish()
         begins_session = self._session is None or (claims is not None and not self._session.owner)
@@ -192,7 +195,7 @@ class PlanCache:
             if former is not None and former.layout.plan.rank != self._ranks.rank:
                 former = None
             own_key = bytes(_KEY_BYTES) if former is None else former.key
-            answers = self._agree(claims, claim, self._limit.encoded() + exchange.told + own_key)
+            answers = self._agree(claims, claim, step, self._limit.encoded() + exchange.told + own_key)
             key = hashlib.blake2b(b"".join(answer[:-_KEY_BYTES] for answer in answers), digest_size=_KEY_BYTES).digest()
             limits = [HostLimit.decode(answer[:LIMIT_BYTES]) for answer in answers]
             told = [answer[LIMIT_BYTES:-_KEY_BYTES] for answer in answers]
@@ -205,7 +208,7 @@ class PlanCache:
                 plan = partial(self._plan, flat, description, kinds, key, others, limits)
             self._cached, self._begun = None, _BegunPlan(plan)
         elif begins_session:
-            self._agree(claims, claim)
+            self._agree(claims, claim, step)
         return flat
 
     def end_session(self) -> None:
@@ -264,7 +267,7 @@ class PlanCache:
         plan_bytes = pickle.dumps(layout.plan, protocol=pickle.HIGHEST_PROTOCOL)
         return CachedPlan(key, description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
 
-    def _agree(self, claims: RootClaim | None, claim: bool, told: bytes = b"") -> list[bytes]:
+    def _agree(self, claims: RootClaim | None, claim: bool, step: int, told: bytes = b"") -> list[bytes]:
         """Begin a session, or give an existing one a new nonce; claim the root if need be. Collective.
 
         Returns what all ranks have `told`. Raises StateError on all ranks when one of them cannot store its state, the
@@ -274,7 +277,7 @@ class PlanCache:
         owner, claimed = 0 if self._session is None else self._session.owner, False
         try:
             if claims is not None and claim and not owner and self._ranks.rank == _COORDINATOR:
-                owner = claims.claim_for(self._last_step)
+                owner = claims.claim_for(step)
                 claimed = bool(owner)
         except Exception as error:
             self._ranks.outcomes(Failure.of(error, self._ranks.rank))

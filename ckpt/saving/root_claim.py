@@ -31,7 +31,7 @@ class RootClaim:
         self.branch: Branch | None = Branch()
         """The branch that the next save continues; None if one of this owner is known to be published."""
         self.run: str | None = None
-        """The run that saves are of, as `Checkpointer.start_over` was told, or the step that was restored says."""
+        """The run that saves are of, as `Checkpointer.start_over` was told, or else the step that was restored says."""
         self._root = root
         self._packs = packs
         self._before = before
@@ -81,8 +81,9 @@ class RootClaim:
     def note_save(self, token: int) -> None:
         """Note the token with which this job saves."""
         self._note_token(token)
+        if not self._has_saved:  # once: it looks at each folder of the path
+            note_seen(self._root.path)
         self._has_saved = True
-        note_seen(self._root.path)
 
     def _note_token(self, token: int) -> None:
         self.seen = self.token = token

@@ -147,7 +147,7 @@ class Saver:
         Process.here()  # reads /proc the first time
         self._queue.start()
         claims = claim or (self.root_claim.token is not None and not self._in_flight)
-        self._stager.fit(self._plans.prepare(state, self.root_claim, claim=claims).cached)
+        self._stager.fit(self._plans.prepare(state, self.root_claim, claim=claims, saves=False).cached)
 
     def warmup_in_background(self, state: Any) -> None:
         """Begin to do what `warmup` does, as training may go on; the next save waits for it. Collective.

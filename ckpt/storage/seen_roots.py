@@ -7,16 +7,22 @@ goes on to save.
 
 from __future__ import annotations
 
+import os
+
 __all__ = ["is_seen", "note_seen"]
 
-_seen: set[str] = set()  # paths and URLs; changed by atomic operations only
+_seen: set[str] = set()  # paths without links, and URLs; changed by atomic operations only
 
 
 def note_seen(path: str) -> None:
     """Note that this process has seen the steps of the root at `path`, an absolute path or a URL."""
-    _seen.add(path)
+    _seen.add(_real(path))
 
 
 def is_seen(path: str) -> bool:
     """Return whether this process has seen the steps of the root at `path`."""
-    return path in _seen
+    return _real(path) in _seen
+
+
+def _real(path: str) -> str:
+    return path if "://" in path else os.path.realpath(path)

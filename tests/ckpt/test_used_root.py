@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import CheckpointExistsError, FencedError
+from ckpt.errors import CheckpointCorruptError, CheckpointExistsError, FencedError, StorageError
 from ckpt.saving import write
 from ckpt.storage import seen_roots
 from ckpt.storage.root import CheckpointRoot
@@ -137,6 +137,17 @@ def test_another_part_of_the_program_goes_on_behind_the_newest_step(seen: str, r
         assert checkpointer.all_steps() == [10, 20, 30]
 
 
+def test_a_root_is_the_same_one_by_another_path(tmp_path: Path, other_process: Any) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    _save_all(real, (10,))
+    link.symlink_to("real")
+    for loaded, saved, step in ((link, real, 20), (real, link, 30)):
+        other_process()
+        assert ckpt.load(loaded)["number"] == step - 10
+        with ckpt.Checkpointer(saved) as checkpointer:
+            save_here(checkpointer, _state(float(step)), step)
+
+
 def test_a_save_that_a_killed_run_has_completely_written_counts(
     root: str, other_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +190,18 @@ def test_a_refused_job_fences_none_that_runs(root: str, other_process: Any) -> N
             with pytest.raises(CheckpointExistsError):
                 save_here(other, _state(2.0), 2)
         save_here(running, _state(2.0), 2)
+
+
+@pytest.mark.parametrize("other", [0.0, None], ids=["the same structure", "another structure"])
+def test_a_warmup_after_a_snapshot_claims_nothing(other: float | None, root: str, other_process: Any) -> None:
+    """It is no save, so it is not refused; the first save is."""
+    _save_all(root, (10, 20))
+    other_process()
+    with ckpt.Checkpointer(root, snapshots=1) as checkpointer:
+        checkpointer.snapshot(_state(1.0), 100)
+        checkpointer.warmup(_state(0.0) if other is not None else {"w": torch.zeros(3)})
+        with pytest.raises(CheckpointExistsError, match="the save of step 30 would mix"):
+            save_here(checkpointer, _state(30.0), 30)
 
 
 def test_steps_can_be_deleted_without_a_restore(root: str, other_process: Any) -> None:
@@ -226,6 +249,67 @@ def test_a_training_starts_over_once(root: str, other_process: Any, caplog: pyte
         assert checkpointer.start_over("lr 1e-4")
         save_here(checkpointer, _state(0.0), 5)
         assert checkpointer.all_steps() == [5]
+
+
+def test_a_run_that_starts_from_a_step_of_another_keeps_its_name(root: str, other_process: Any) -> None:
+    """Its steps would be moved aside by each start of the job, if they were of no run."""
+    _save_all(root, (10, 20))
+    for step in (30, 40):
+        other_process()
+        with ckpt.Checkpointer(root) as checkpointer:
+            begins = checkpointer.start_over("b")
+            assert begins == (step == 30)
+            assert checkpointer.restore(_state(0.0), step=10 if begins else None) == (10 if begins else 30)
+            save_here(checkpointer, _state(float(step)), step)
+    with ckpt.Checkpointer(root) as checkpointer:
+        assert not checkpointer.start_over("b")
+        assert checkpointer.all_steps() == [10, 30, 40]
+        assert checkpointer.restore(_state(0.0)) == 40
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.run == "b"
+
+
+@pytest.mark.parametrize("damaged", [("zarr.json",), ("intent.json",), ("zarr.json", "intent.json")])
+def test_a_run_of_which_all_steps_are_damaged_is_not_begun_anew(
+    damaged: tuple[str, ...], tmp_path: Path, other_process: Any
+) -> None:
+    """Two documents have its name; without both it is not known which run it is, and none is begun."""
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.start_over("b")
+        for step in (10, 20):
+            save_here(checkpointer, _state(float(step)), step)
+    for path in (path for name in damaged for path in tmp_path.glob(f"step_*/{name}")):
+        path.write_bytes(b"{")
+    other_process()
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        if len(damaged) == 1:
+            assert not checkpointer.start_over("b")
+        else:
+            with pytest.raises(CheckpointCorruptError, match=r"the steps \[10, 20\] of .* inspect_ckpt rm .* 10 20;"):
+                checkpointer.start_over("b")
+        with pytest.raises(CheckpointExistsError, match="has 2 steps"):
+            save_here(checkpointer, _state(30.0), 30)
+        assert checkpointer.all_steps() == [10, 20]
+
+
+def test_a_run_is_not_begun_anew_while_storage_fails(
+    tmp_path: Path, other_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.start_over("b")
+        save_here(checkpointer, _state(10.0), 10)
+    other_process()
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointRoot, "source_of", _fails)
+            with pytest.raises(StorageError, match="Stale file handle"):
+                checkpointer.start_over("b")
+        assert not checkpointer.start_over("b")
+        assert checkpointer.restore(_state(0.0)) == 10
+
+
+def _fails(root: CheckpointRoot, step: int) -> Any:
+    raise StorageError(f"{root.path}/step_{step:08d}: Stale file handle")
 
 
 def test_a_requeued_job_that_forgets_to_restore_is_refused(root: str, other_process: Any) -> None:

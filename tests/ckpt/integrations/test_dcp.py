@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckpt
 from ckpt.integrations.dcp import Reader, Writer, latest_step
+from ckpt.storage import seen_roots
 from tests.support import LeakCheck, run_ranks
 from tests.support.loads import stopped_until_a_load_waits
 
@@ -420,6 +421,25 @@ def test_which_step(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path / "copied", storage_reader=Reader())
 
 
+def test_a_job_that_has_loaded_nothing_saves_behind_the_newest_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the background process of ``dcp.async_save`` does: only the trainer has loaded, and it may be replaced."""
+    for step in (10, 20):
+        monkeypatch.setattr(seen_roots, "_seen", set())  # as in another process
+        dcp.save({"x": step}, storage_writer=Writer(tmp_path / f"step_{step}"))
+    for step, words in ((15, "has later steps, the newest is 20"), (20, "step 20 is already published in")):
+        monkeypatch.setattr(seen_roots, "_seen", set())
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save({"x": step}, storage_writer=Writer(tmp_path / f"step_{step}"))
+        error = _failure(caught)
+        assert isinstance(error, ckpt.CheckpointExistsError)
+        assert words in str(error)
+        assert "inspect_ckpt rm" in str(error)
+        assert "start_over" not in str(error)  # there is no such method here
+    assert ckpt.Checkpointer(tmp_path).all_steps() == [10, 20]
+
+
 def test_metadata_have_the_version_of_torch(tmp_path: Path) -> None:
     written = [
         dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "step_1", storage_writer=Writer()),
@@ -678,15 +698,15 @@ def test_a_rank_that_is_killed_in_a_save(when: str, steps: list[int], tmp_path: 
 
 
 def _save_sharded_at(rank: int, world_size: int, root: str, step: int) -> None:
-    assert latest_step(root) is not None  # as a job does that resumes; the save of another one is refused
     dcp.save({"app": _sharded_app(0)}, storage_writer=Writer(f"{root}/step_{step}"))
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_async_save(kind: str, tmp_path: Path) -> None:
-    run_ranks(PROGRAMS / "dcp_async.py", 2, str(tmp_path), kind, timeout=150, imports=())
-    for step in (1, 2):
+    for first in ("1", "3"):  # the second job resumes
+        run_ranks(PROGRAMS / "dcp_async.py", 2, str(tmp_path), kind, first, timeout=90, imports=())
+    for step in (1, 2, 3, 4):
         found = {"w": torch.zeros(6), "n": 0}
         dcp.load(found, checkpoint_id=tmp_path / f"step_{step}", storage_reader=Reader())
         assert (found["n"], found["w"].tolist()) == (step, [step] * 6)

@@ -20,7 +20,7 @@ from ckpt.storage import seen_roots
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.crash.killers import wait_until
 from tests.ckpt.storage.small_saves import SCENARIOS
-from tests.support import LeakCheck
+from tests.support import LeakCheck, run_ranks
 from tests.support.loads import newest_writer, stopped_until_a_load_waits
 from tests.support.selection import needs
 
@@ -282,6 +282,29 @@ def test_with_the_hooks_of_the_restart_wrapper_a_directory_stays_open(plugin: Ck
     assert bridge.interrupted_at is not None
     bridge.recover_from_fault(None)
     assert number_of(plugin.load_checkpoint(tmp_path / "a.ckpt")) == 1
+
+
+def _save_with_a_replacement(rank: int, world_size: int, folder: Path, replaced: int) -> None:
+    from ckpt.integrations.lightning import CkptIO
+
+    plugin = CkptIO(timeout=30)
+    bridge = plugin.bridge
+    plugin.save_checkpoint_on_all_ranks(checkpoint(10), folder / "a.ckpt")
+    ckpt.wait_until_written(folder, 10)
+    bridge.recover_from_fault(None, rank)
+    if rank == replaced:  # by a process that has seen and saved nothing
+        for directory in plugin._directories.values():
+            directory.checkpointer.__exit__(SystemExit, SystemExit(), None)
+        seen_roots._seen.clear()
+        plugin = CkptIO(timeout=30)
+    plugin.save_checkpoint_on_all_ranks(checkpoint(20), folder / "b.ckpt")
+    plugin.teardown()
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_all_ranks_save_on_after_one_was_replaced(replaced: int, tmp_path: Path) -> None:
+    run_ranks(_save_with_a_replacement, 2, tmp_path, replaced, imports=("ckpt.integrations.lightning",))
+    assert steps(tmp_path) == [10, 20]
 
 
 def test_files_of_others_are_neither_loaded_nor_overwritten(plugin: CkptIO, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Save two steps with dcp.async_save, while the state goes on changing: ROOT, and "thread" or "process"."""
+"""Save two steps with dcp.async_save, while the state goes on changing: ROOT, "thread" or "process", the first step.
+
+A job that does not begin with step 1 loads the step before.
+"""
 
 import sys
 from typing import Any
@@ -10,15 +13,17 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpt.integrations.dcp import Writer
+from ckpt.integrations.dcp import Reader, Writer
 
 
-def main(root: str, kind: str) -> None:
+def main(root: str, kind: str, first: str) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state: dict[str, Any] = {"w": distribute_tensor(torch.zeros(6), mesh, [Shard(0)]), "n": 0}
+    if int(first) > 1:
+        dcp.load(state, checkpoint_id=f"{root}/step_{int(first) - 1}", storage_reader=Reader())
     with Writer(root) as writer:
-        for step in (1, 2):
+        for step in (int(first), int(first) + 1):
             state["w"].add_(1)
             state["n"] = step
             saving = dcp.async_save(
