@@ -1,7 +1,9 @@
 """`Patience`: how long a writer tries again to write a file that the storage does not take for a moment.
 
-Only what is written to a new file is tried again. A sync that failed is not: the kernel may have dropped the data, and
-then says that all is well. Object stores are not asked again either, as their library has done that.
+Only the writing of a file is tried again, and each time to a new file. The sync of all files at the end is not: after
+one that failed the kernel may have dropped the data, and the next one succeeds. Where O_DIRECT is refused, the writing
+of a file ends with a sync of its own. If that fails, the file is removed, and a new one is written in full and synced.
+Object stores are not asked again either, as their library has done that.
 """
 
 from __future__ import annotations

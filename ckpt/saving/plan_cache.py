@@ -37,6 +37,7 @@ from ckpt.saving.root_claim import RootClaim
 from ckpt.saving.samples import Replicas
 from ckpt.storage.compression import Compression
 from ckpt.storage.names import SaveId
+from inprocess.ipc.restart_index import current_restart_index
 from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["CachedPlan", "PlanCache", "PreparedState"]
@@ -119,6 +120,7 @@ class PlanCache:
         self._session: _Session | None = None
         self._last_step = -1
         self._attempt = 0  # how often in a row the last step was to be saved
+        self._former_nonce = b""  # of the last session that was ended, since the last fault
         self._returns = 0  # how often steps went back in this session
 
     @property
@@ -213,6 +215,8 @@ class PlanCache:
 
     def end_session(self) -> None:
         """Make the next save claim the root anew; the plan stays."""
+        if self._session is not None:
+            self._former_nonce = self._session.nonce
         self._session = None
 
     def forget(self) -> None:
@@ -221,7 +225,7 @@ class PlanCache:
             self._begun.cancel()
         self._former = self._cached or self._former
         self._cached, self._begun = None, None
-        self._session = None
+        self._session, self._former_nonce = None, b""  # a rank that replaces another has had no session
         self._last_step, self._attempt, self._returns = -1, 0, 0
 
     def begin_attempt(self, step: int) -> None:
@@ -231,8 +235,19 @@ class PlanCache:
         self._last_step = step
 
     @property
-    def attempt(self) -> str:
-        """The name of the last attempt to save, the same on all ranks also if there is no session."""
+    def save_name(self) -> str:
+        """The name of the save begun last: that of `save_id`, and without a session another name.
+
+        Unique, and the same on all ranks, also if there is no session.
+        """
+        save = self.save_id()
+        if save is not None:
+            return save.name
+        # The numbers of attempts recur in later sessions, and after restarts, in a store that is still there.
+        return f"{current_restart_index()}.{self._former_nonce.hex()}.{self._numbers}"
+
+    @property
+    def _numbers(self) -> str:
         return f"{self._last_step}.{self._attempt}.{self._returns}"
 
     def save_id(self) -> SaveId | None:
@@ -244,7 +259,7 @@ class PlanCache:
         """
         if self._session is None:
             return None
-        nonce = hashlib.blake2b(self.attempt.encode(), key=self._session.nonce, digest_size=8).hexdigest()
+        nonce = hashlib.blake2b(self._numbers.encode(), key=self._session.nonce, digest_size=8).hexdigest()
         return SaveId(self._last_step, self._session.owner, nonce)
 
     def _plan(

@@ -207,7 +207,7 @@ class Saver:
         except Exception as error:
             observed.failed(self._ranks.rank, error)
             is_staging = self._plans.save_id() in self._in_flight
-            self.failures.note_call(error, self._plans.attempt, step, is_staging=is_staging)
+            self.failures.note_call(error, self._plans.save_name, step, is_staging=is_staging)
             self._refused(error)
             raise
         task = handle.task

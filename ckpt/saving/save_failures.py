@@ -68,7 +68,9 @@ class SaveFailures:
             self._noted[name] = _Noted(error, name, step)
 
     def note_call(self, error: Exception, name: str, step: int, *, is_staging: bool) -> None:
-        """Note the error of a save that was not begun, if the storage is the cause.
+        """Note the error of a save that this rank has not begun to write, if the storage is the cause.
+
+        Other ranks may have begun it, and then note under the same `name` that it was abandoned.
 
         No slot is free in time if the storage does not answer. Before that ranks wait for each other: one that does
         not come is no failure of the storage.

@@ -5,7 +5,8 @@ Only this module, `directories` and `stores.directory` change the file system.
 Durable means that the data survives a loss of power, as far as the file system keeps its promises. POSIX needs an
 fsync of the file for its content, and one of each directory in which a name is new. A rename is atomic for other
 processes, and after a loss of power it has happened or not. After a failed fsync the kernel may have dropped the data,
-so the fsync is never retried and the save fails.
+so the fsync of the same file is never retried: `sync_files` fails, and so does the save. `write_pages` syncs the file
+itself where O_DIRECT is refused; then its caller may remove the file, and write a new one from memory.
 
 Every failure of the file system is a `StorageError` that names the path and says what to do.
 """

@@ -171,6 +171,72 @@ def test_what_the_first_rank_says_about_the_time_counts_for_all(tmp_path: Path) 
     assert set(one) <= {False, *range(2, 8)}
 
 
+def _without_a_slot_on_rank_0(rank: int, world_size: int, root: Path) -> Any:
+    """Rank 0 fails in staging, and allows no failure; rank 1 learns that its save was abandoned, and allows some."""
+    allowed = ckpt.FailedSaves(in_a_row=5 if rank else 1)
+    slots = ckpt.Staging(slots=2 if rank else 1)
+    with ckpt.Checkpointer(root, timeout=60 if rank else 2, on_failed_save=allowed, staging=slots) as checkpointer:
+        request = checkpointer.save_request(_state(1, 10), 1)
+        try:
+            checkpointer.async_save(_state(2, 10), 2)
+            checkpointer.maybe_finalize(blocking=True)
+            raised = None
+        except (CheckpointTimeoutError, SaveAbandonedError) as error:
+            raised = str(error).partition(",")[0]
+        failed = checkpointer.failed_steps
+        torch.distributed.barrier()
+        request.execute_sync()
+        return raised, failed
+
+
+def test_a_rank_that_fails_in_staging_and_one_whose_save_that_abandons_judge_alike(tmp_path: Path) -> None:
+    one, other = (result.value for result in run_ranks(_without_a_slot_on_rank_0, 2, tmp_path / "root"))
+    assert one == other
+    assert one in ((None, [2]), ("1 save has failed since the start (step 2)", [2]))
+
+
+def _fails_at_a_step_again(rank: int, world_size: int, root: Path) -> Any:
+    """Step 5 is tried twice before the root is claimed: first it is the first failure, then the second one."""
+    answers: list[Any] = []
+
+    def save(step: int) -> bool | str:
+        try:
+            return checkpointer.save(_state(step, 10), step)
+        except StorageError as error:
+            return str(error)
+
+    @contextlib.contextmanager
+    def root_is_away() -> Any:
+        checkpointer.restore(_state(0, 10), only="w")  # so that the next save claims the root anew
+        torch.distributed.barrier()
+        if rank == 0:
+            root.rename(root.with_name("away"))
+            root.write_text("not a directory")
+        torch.distributed.barrier()
+        yield
+        torch.distributed.barrier()
+        if rank == 0:
+            root.unlink()
+            root.with_name("away").rename(root)
+        torch.distributed.barrier()
+
+    with ckpt.Checkpointer(root, on_failed_save=ckpt.FailedSaves(in_a_row=2)) as checkpointer:
+        answers.append(save(6))
+        with root_is_away():
+            answers.append(save(5))
+        answers.append(save(7))
+        with root_is_away():
+            answers += [save(4), save(5)]
+    return answers
+
+
+def test_an_earlier_answer_about_a_step_does_not_count_again(tmp_path: Path) -> None:
+    for result in run_ranks(_fails_at_a_step_again, 2, tmp_path / "root"):
+        *before, last = result.value
+        assert before == [True, False, True, False]
+        assert "2 saves have failed since step 7 was published (steps 4, 5)" in str(last)
+
+
 def test_the_time_begins_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("ckpt.saving.save_failures.time.monotonic", lambda: clock[0])
