@@ -328,7 +328,12 @@ def _by_order(
     for group in groups if form == "flattened" else ():
         these = set(group)
         orders = [[name for name in own if name in these] for own in members if own.keys() >= these]
-        if orders and list(group) not in orders:
+        if not orders:
+            raise StateMismatchError(
+                f"has numbered parameters in the checkpoint, and no module of the state has "
+                f"{_shown(list(map(str, group)))}, to compare the order: put the module beside it {_NO_GROUPS}"
+            )
+        if list(group) not in orders:
             raise StateMismatchError(
                 f"has numbered parameters in the checkpoint, and in the state, from {group[0]} on, another order than "
                 f"the modules have, which may be that of several groups {_NO_GROUPS}"

@@ -330,6 +330,8 @@ def test_a_flattened_dict_in_another_order_than_the_modules_may_be_of_several_gr
     flat = get_optimizer_state_dict(other, others, options=FLATTENED)
     with pytest.raises(StateMismatchError, match=r"from 2\.weight on, another order than the modules have"):
         restored(root, {"model": other, "optimizer": flat})
+    with pytest.raises(StateMismatchError, match=r"no module of the state has 2\.weight.*put the module beside it"):
+        restored(root, {"optimizer": flat}, only=["optimizer"])
 
 
 @pytest.mark.parametrize("grouped", [False, True])
