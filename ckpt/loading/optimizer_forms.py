@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from ckpt.errors import StateMismatchError
 from ckpt.loading.index import StoredTensor
 from ckpt.loading.optimizer_plan import StoredOptimizer
 from ckpt.loading.optimizer_tensors import is_usual
 from ckpt.paths import Path
-from ckpt.values.codec import encode_value
+from ckpt.values.codec import UnencodableError, encode_value
 from ckpt.values.containers import Container, rebuild
 
 __all__ = ["Form", "Items", "Key", "Pairs", "Same", "StoredForm", "form_of", "names_in", "stored_form", "written"]
@@ -113,10 +115,39 @@ def _is_option(key: Any) -> bool:
 
 
 def names_in(state_dict: Mapping[Any, Any]) -> tuple[tuple[Key, ...], ...]:
-    """Return the names of the parameters in a named state dict by group, those in a flattened one as one group each."""
+    """Return the names of the parameters by group.
+
+    A flattened state dict has no groups: parameters in a row with equal options are taken for one.
+    """
     if is_usual(state_dict):
         return tuple(tuple(group[_PARAMS]) for group in state_dict[_GROUPS])
-    return tuple((name,) for name in dict.fromkeys(_named_by(key)[0] for key in state_dict if _is_option(key)))
+    options: dict[Key, dict[str, Any]] = {}
+    for key, value in state_dict.items():
+        if _is_option(key):
+            name, option = _named_by(key)
+            options.setdefault(name, {})[option] = value
+    groups: list[list[Key]] = []
+    for each, own in options.items():
+        if groups and _are_equal(options[groups[-1][-1]], own):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return tuple(map(tuple, groups))
+
+
+def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(_is_equal(value, other[option]) for option, value in one.items())
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
+    try:
+        return bool(encode_value(one) == encode_value(other))
+    except UnencodableError:  # reported when the state is flattened
+        return False
 
 
 def _named_by(key: str) -> tuple[str, str]:
@@ -223,25 +254,32 @@ def _state_key(text: str, parameters: Mapping[Key, Parameter]) -> tuple[str, str
 
 # -- in another form ---------------------------------------------------------------------------------------------------
 
-Pairs = tuple[tuple[tuple[Key, Key], ...], ...]
-"""The parameters of each group of an optimizer of the state: their keys in the step, and in the state."""
+Pairs = tuple[tuple[tuple[Key | None, Key], ...], ...]
+"""The parameters of each group of an optimizer of the state: their keys in the step, None if not there, and here."""
 
 
-def written(stored: StoredForm, pairs: Pairs, flattened: bool, same: Same) -> Items:
+def written(stored: StoredForm, pairs: Pairs, state_dict: Any, flattened: bool, same: Same) -> Items:
     """Return the items of some parameters of the step under other keys, in groups, or flattened.
 
-    StateMismatchError, without the path, if the parameters of a group had different options.
+    Groups of which the step has no parameter keep their options, those of `state_dict`. StateMismatchError, without the
+    path, if the parameters of a group had different options.
     """
-    return _written_flat(stored, pairs) if flattened else _written_in_groups(stored, pairs, same)
+    return _written_flat(stored, pairs) if flattened else _written_in_groups(stored, pairs, state_dict, same)
 
 
-def _written_in_groups(stored: StoredForm, pairs: Pairs, same: Same) -> Items:
+def _written_in_groups(stored: StoredForm, pairs: Pairs, state_dict: Any, same: Same) -> Items:
     result = Items()
-    for old, new in (pair for group in pairs for pair in group):
-        result.put(stored.parameters[old].state, (_STATE, new))
+    groups: list[Items] = []
+    for number, group in enumerate(pairs):
+        known = [(old, new) for old, new in group if old is not None]
+        for old, new in known:
+            result.put(stored.parameters[old].state, (_STATE, new))
+        if group and not known:
+            groups.append(_own_options(state_dict[_GROUPS][number], number))
+        else:
+            groups.append(_options_of_all(stored, number, [old for old, _ in known], same))
     if not any(True for _ in result.leaves()):
         result.values[_STATE,] = {}
-    groups = [_options_of_all(stored, number, [old for old, _ in group], same) for number, group in enumerate(pairs)]
     members = [[new for _, new in group] for group in pairs]
     if any(options.tensors for options in groups):
         result.containers[_GROUPS,] = _LIST
@@ -255,6 +293,17 @@ def _written_in_groups(stored: StoredForm, pairs: Pairs, same: Same) -> Items:
     ]
     result.sources[_GROUPS,] = tuple(name for options in groups for names in options.sources.values() for name in names)
     return result
+
+
+def _own_options(group: Mapping[str, Any], number: int) -> Items:
+    """Return the options of a group of the state."""
+    options = {option: value for option, value in group.items() if option != _PARAMS}
+    if any(isinstance(value, torch.Tensor) for value in options.values()):
+        raise StateMismatchError(
+            f"has no parameter of group {number} in the checkpoint, and this group has an option that is a tensor: it "
+            "cannot be kept; restore into the optimizer without that group, and add it afterwards"
+        )
+    return Items(values={(option,): value for option, value in options.items()})
 
 
 def _options_of_all(stored: StoredForm, number: int, keys: list[Key], same: Same) -> Items:
@@ -285,6 +334,8 @@ def _options_of_all(stored: StoredForm, number: int, keys: list[Key], same: Same
 def _written_flat(stored: StoredForm, pairs: Pairs) -> Items:
     result = Items()
     for old, new in (pair for group in pairs for pair in group):
+        if old is None:  # the leaves of the state are missing
+            continue
         parameter = stored.parameters[old]
         for prefix, items in ((_STATE, parameter.state), (_GROUPS, parameter.options)):
             for rest in items.leaves():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from ckpt.planning.optimizer_classes import class_names
 
-__all__ = ["groups_problem", "other_kind"]
+__all__ = ["groups_problem", "moved_parameter", "other_kind"]
 
 _SHOWN = 8
 
@@ -56,6 +57,20 @@ def groups_problem(stored: list[list[Any]] | None, own: list[list[Any]]) -> str 
         f"has {_group_sizes(stored)} in the checkpoint, {_group_sizes(own)} in the state; make it of the same "
         "parameters, the frozen ones too, or leave it out: restore(..., only=...)"
     )
+
+
+def moved_parameter(stored: list[Any], own: list[Any]) -> str | None:
+    """Return which parameter has another place in the order than it had; None if none has. Names may be None."""
+    places = {name: at for at, name in enumerate(stored)}
+    then, now = Counter(stored), Counter(own)
+    for at, name in enumerate(own):
+        if name is not None and then[name] == now[name] == 1 and places[name] != at:
+            return (
+                f"has parameter {name} at place {places[name]} in the order of the checkpoint, at place {at} in that "
+                "of the state; make it of the same parameters in the same order, or leave it out: "
+                "restore(..., only=...)"
+            )
+    return None
 
 
 def _options(stored: str, only_stored: list[str], own: str, only_own: list[str]) -> str:

@@ -75,6 +75,17 @@ class StoredOptimizer:
         members = [params for _, params in sorted(found.items()) if isinstance(params, list)]
         return members if members and len(members) == len(found) else None
 
+    def names(self) -> list[Any]:
+        """Return the names of the parameters in the groups' `param_names`, in their order; None for those without."""
+        groups = self.values.get(("param_groups",))
+        found: list[Any] = []
+        for number, members in enumerate(self.groups() or []):
+            names = self.values.get(("param_groups", number, "param_names"))
+            if isinstance(groups, list):
+                names = groups[number].get("param_names")
+            found += names if isinstance(names, list) and len(names) == len(members) else [None] * len(members)
+        return found
+
 
 class Models:
     """The parameters of the modules in a state, and their shapes in the step."""
@@ -224,13 +235,11 @@ class StateDictPlan:
             if parameter is None:
                 return []
             shapes = shapes_of_state(self._owner, self._parameters, parameter)
-            found = of_other_shape(entry, shapes)
-            if found and not isinstance(self._owner, torch.optim.LBFGS):
-                before = models.stored_shape(parameter)
-                if before is None:  # only of PyTorch's own optimizers it is known how the shapes are related
-                    found = found if type(self._owner).__module__.startswith("torch.optim") else []
-                elif before in shapes:  # statistics of rows and blocks, projections to fewer rows
-                    found = []
+            # Only of PyTorch's own optimizers it is known how the shapes are related.
+            is_known = type(self._owner).__module__.startswith("torch.optim")
+            found = of_other_shape(entry, shapes, as_many=is_known)
+            if found and not is_known and models.stored_shape(parameter) in (None, *shapes):
+                found = []  # statistics of rows and blocks, projections to fewer rows
         return [] if self._options.resize and all(self._can_resize(unit, name, entry) for name in found) else found
 
     def _can_resize(self, unit: Hashable, name: Path, entry: Mapping[Path, StoredTensor]) -> bool:

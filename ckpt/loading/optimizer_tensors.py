@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,17 +59,22 @@ def shapes_of_state(owner: Any, parameters: list[torch.Tensor], parameter: torch
     return [tuple(parameter.shape), tuple(shard_of(parameter).shape)]
 
 
-def of_other_shape(entry: Mapping[Path, StoredTensor], shapes: list[tuple[int, ...]]) -> list[Path]:
+def of_other_shape(
+    entry: Mapping[Path, StoredTensor], shapes: list[tuple[int, ...]], as_many: bool = False
+) -> list[Path]:
     """Return the tensors that may be of a parameter of another shape; none if one of them has the parameter's shape.
 
-    A tensor with another number of dimensions tells nothing: optimizers keep statistics of rows, blocks and more.
+    A tensor with another number of dimensions tells nothing: optimizers keep statistics of rows, blocks and more. With
+    `as_many`, those of more than one element have as many dimensions as the parameter.
     """
     if any(tensor.shape in shapes for tensor in entry.values() if tensor.shape):
         return []
 
     def may_be(tensor: StoredTensor) -> bool:
         return any(
-            len(tensor.shape) != len(shape) or all(n in (1, m) for n, m in zip(tensor.shape, shape, strict=True))
+            all(n in (1, m) for n, m in zip(tensor.shape, shape, strict=True))
+            if len(tensor.shape) == len(shape)
+            else not as_many or math.prod(tensor.shape) == 1
             for shape in shapes
         )
 

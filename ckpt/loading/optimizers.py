@@ -16,7 +16,7 @@ import torch
 
 from ckpt.errors import StateError
 from ckpt.loading.match import Mismatch
-from ckpt.loading.optimizer_kinds import groups_problem, other_kind, stored_options
+from ckpt.loading.optimizer_kinds import groups_problem, moved_parameter, other_kind, stored_options
 from ckpt.loading.optimizer_plan import Models, StateDictPlan, StoredOptimizer
 from ckpt.loading.optimizer_tensors import group_members, is_usual, parameters_by_number
 from ckpt.loading.options import RestoreOptions
@@ -144,6 +144,16 @@ def _misfit_as_a_whole(stored: StoredOptimizer, owner: Any, state_dict: Any) -> 
     if kind is not None:
         return f"is of another kind: {kind}; leave it out: restore(..., only=...)"
     problem = groups_problem(stored.groups(), group_members(state_dict))
+    problem = problem or moved_parameter(stored.names(), _names(state_dict))
     if problem is None and not any(name[0] == "state" for name in (*stored.tensors, *stored.values)):
         problem = "has no state in the checkpoint, not even an empty one; leave it out: restore(..., only=...)"
     return problem
+
+
+def _names(state_dict: Any) -> list[Any]:
+    """Return the names of the parameters in a state dict of PyTorch's form, None for those without."""
+    found: list[Any] = []
+    for group in state_dict["param_groups"]:
+        names, members = group.get("param_names"), group["params"]
+        found += names if isinstance(names, list) and len(names) == len(members) else [None] * len(members)
+    return found

@@ -26,9 +26,10 @@ from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.loading.index_changes import IndexChanges
 from ckpt.loading.match import Mismatch
 from ckpt.loading.new_tensors import read_tensor
-from ckpt.loading.optimizer_forms import Form, Items, Pairs, StoredForm, form_of, names_in, stored_form, written
+from ckpt.loading.optimizer_forms import Form, Items, Key, Pairs, StoredForm, form_of, names_in, stored_form, written
+from ckpt.loading.optimizer_kinds import moved_parameter
 from ckpt.loading.optimizer_plan import StoredOptimizer
-from ckpt.loading.optimizer_tensors import shard_of
+from ckpt.loading.optimizer_tensors import of_other_shape, shard_of
 from ckpt.loading.options import RestoreOptions, hints
 from ckpt.paths import Path, display
 from ckpt.planning.optimizer_classes import is_optimizer
@@ -65,7 +66,7 @@ def with_parameters_of(index: CheckpointIndex, state: Any, rank: int, options: R
         if at is None or (places[of_rank][at] == "numbered" and target.has_numbers()):
             continue
         try:
-            items = _items_for(target, StoredOptimizer.below(index, at, of_rank), of_rank, walk, index)
+            items, absent = _items_for(target, StoredOptimizer.below(index, at, of_rank), of_rank, walk, index)
         except StateMismatchError as error:
             found.mismatches.append(Mismatch(target.path, f"parameter names: {display(target.path)} {error}"))
             found.refused.add(target.path)
@@ -73,6 +74,10 @@ def with_parameters_of(index: CheckpointIndex, state: Any, rank: int, options: R
         else:
             if items is not None:
                 changes.move(at, of_rank, target.path, items)
+            lacking = [(*target.path, "state", name) for name in absent]
+            found.mismatches += [
+                Mismatch(path, f"missing: {display(path)}") for path in lacking if options.selects(path)
+            ]
     found.index = changes.applied()
     return found
 
@@ -151,6 +156,7 @@ class _StateWalk:
         self._by_identity: dict[int, dict[str, None]] = {}
         self._by_memory: dict[Any, dict[str, None]] = {}
         self._is_named = False
+        self._members: list[dict[str, torch.Tensor]] | None = None
         self.targets: list[_Target] = []
 
     def visit(self, path: Path, node: Any, per_rank: bool) -> None:
@@ -186,6 +192,13 @@ class _StateWalk:
             found = self._by_memory.get(_memory(parameter))
         return list(found or ())
 
+    def members(self) -> list[dict[str, torch.Tensor]]:
+        """Return the parameters of each module of the state, and the tensors in dicts, by name, in their order."""
+        if self._members is None:
+            self._members = [dict(_named_parameters(module)) for module in self._modules]
+            self._members.append(dict(self._tensors))
+        return self._members
+
 
 def _named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters by all their names, without those of wrappers (as `get_state_dict` has them) and with."""
@@ -214,16 +227,22 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 def _items_for(
     target: _Target, below: StoredOptimizer, of_rank: int | None, walk: _StateWalk, index: CheckpointIndex
-) -> Items | None:
+) -> tuple[Items | None, list[Key]]:
     """Return the items of the step for an optimizer of the state, in its form; None if they have it already.
 
-    StateMismatchError, without the path.
+    Also the names in the groups of a state dict that the step does not have. StateMismatchError, without the path.
     """
     stored = stored_form(below)
     state_dict: Any = None if target.is_usual else target.state_dict()
     form = "numbered" if target.is_usual else form_of(state_dict)
-    if stored is None or form is None or stored.form == form:
-        return None
+    if stored is None or form is None:
+        return None, []
+    names = names_in(state_dict) if form != "numbered" else ()
+    absent: list[Key] = []
+    if form == "named" and stored.form != "numbered" and isinstance(target.node, Mapping):
+        absent = [name for group in names for name in group if name not in stored.parameters]
+    if stored.form == form and not absent:  # else the groups of the step, which lack these, would replace those here
+        return None, []
     if target.per_rank and of_rank is None:
         raise StateMismatchError(
             "is that of one rank in the state, and for all ranks by names of parameters in the checkpoint: restore "
@@ -237,10 +256,10 @@ def _items_for(
     if form == "numbered":
         pairs = _by_name(target.node, stored, walk)
     elif stored.form == "numbered":
-        pairs = _by_order(names_in(state_dict), stored, form)
+        pairs = _by_order(names, stored, below.names(), form, walk)
     else:
-        pairs = tuple(tuple((k, k) for k in group if k in stored.parameters) for group in names_in(state_dict))
-    return written(stored, pairs, form == "flattened", _Comparison(index).same)
+        pairs = tuple(tuple((k if k in stored.parameters else None, k) for k in group) for group in names)
+    return written(stored, pairs, state_dict, form == "flattened", _Comparison(index).same), absent
 
 
 def _by_name(optimizer: Any, stored: StoredForm, walk: _StateWalk) -> Pairs:
@@ -285,18 +304,65 @@ def _by_name(optimizer: Any, stored: StoredForm, walk: _StateWalk) -> Pairs:
     return tuple(pairs)
 
 
-def _by_order(groups: Any, stored: StoredForm, form: Form) -> Pairs:
-    """Return the numbers in the step and the names of the parameters, paired as `Optimizer.load_state_dict` does."""
+def _by_order(
+    groups: tuple[tuple[Key, ...], ...], stored: StoredForm, names: list[Any], form: Form, walk: _StateWalk
+) -> Pairs:
+    """Return the numbers in the step and the names of the parameters, paired as `Optimizer.load_state_dict` does.
+
+    `names` are those that the step has for the numbers.
+    """
     sizes = list(map(len, groups)), list(map(len, stored.groups))
-    if form == "flattened":
-        sizes = [sum(sizes[0])], [sum(sizes[1])]
+    if form == "flattened":  # which has no trace of an empty group
+        sizes = sizes[0], [size for size in sizes[1] if size]
     if sizes[0] != sizes[1]:
         raise StateMismatchError(
             f"has parameter groups of {sizes[1]} numbered parameters in the checkpoint, of {sizes[0]} named ones in "
-            "the state; make it of the same parameters, or leave it out: restore(..., only=...)"
+            "the state"
+            + (f" {_NO_GROUPS}" if form == "flattened" else "")
+            + "; make it of the same parameters, or leave it out: restore(..., only=...)"
         )
+    moved = moved_parameter(names, [name for group in groups for name in group])
+    if moved is not None:
+        raise StateMismatchError(moved)
+    members = walk.members()
+    for group in groups if form == "flattened" else ():
+        these = set(group)
+        orders = [[name for name in own if name in these] for own in members if own.keys() >= these]
+        if not orders:
+            raise StateMismatchError(
+                f"has numbered parameters in the checkpoint, and no module of the state has "
+                f"{_shown(list(map(str, group)))}, to compare the order: put the module beside it {_NO_GROUPS}"
+            )
+        if list(group) not in orders:
+            raise StateMismatchError(
+                f"has numbered parameters in the checkpoint, and in the state, from {group[0]} on, another order than "
+                f"the modules have, which may be that of several groups {_NO_GROUPS}"
+            )
     numbers = iter([number for group in stored.groups for number in group])
-    return tuple(tuple((next(numbers), name) for name in group) for group in groups)
+    pairs = tuple(tuple((next(numbers), name) for name in group) for group in groups)
+    for number, name in (pair for group in pairs for pair in group):
+        _check_shape(number, name, stored, [own[str(name)] for own in members if name in own])
+    return pairs
+
+
+_NO_GROUPS = (
+    "(flatten_optimizer_state_dict=True leaves no groups: parameters in a row with equal options count as one); put "
+    "the optimizer itself into the state, or its state dict without that option"
+)
+
+
+def _check_shape(number: Key, name: Key, stored: StoredForm, parameters: list[torch.Tensor]) -> None:
+    """StateMismatchError, without the path, if state has the shape of another parameter."""
+    entry: dict[Path, StoredTensor] = {
+        rest: tensor for rest, tensor in stored.parameters[number].state.tensors.items() if len(rest) == 1
+    }
+    shapes = [tuple(shape) for each in parameters for shape in (each.shape, shard_of(each).shape)]
+    for rest in of_other_shape(entry, shapes) if shapes else ():
+        raise StateMismatchError(
+            f"has {display(rest)} {list(entry[rest].shape)} for parameter {number} in the checkpoint, which would be "
+            f"that of {name} {list(shapes[0])} by the order; make it of the same parameters in the same order, or "
+            "leave it out: restore(..., only=...)"
+        )
 
 
 def _shown(names: list[str]) -> str:

@@ -286,3 +286,140 @@ def test_an_optimizer_that_has_no_state_dict_is_named(tmp_path: Path, trained: A
     other = Net(2)
     with pytest.raises(StateError, match=r"optimizer: Broken\.state_dict failed"):
         restored(root, {"model": other, "optimizer": Broken(other.parameters())})
+
+
+def layers(count: int, bias: bool = False) -> nn.Sequential:
+    torch.manual_seed(count)
+    return nn.Sequential(*(nn.Linear(4, 4, bias=bias) for _ in range(count)))
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_flattened_dict_of_other_groups_is_refused_whatever_its_number_of_parameters(
+    tmp_path: Path, with_model: bool
+) -> None:
+    model = layers(3)
+    first, second, third = model.parameters()
+    groups: list[dict[str, Any]] = [{"params": [third], "lr": 0.3}, {"params": [first, second], "lr": 0.7}]
+    optimizer = torch.optim.AdamW(groups)
+    learn(model, optimizer)
+    root = saved(tmp_path, {"model": model, "optimizer": optimizer})
+    other = layers(3)
+    flat = get_optimizer_state_dict(other, torch.optim.AdamW(other.parameters(), lr=0.5), options=FLATTENED)
+    state = {"model": other, "optimizer": flat} if with_model else {"optimizer": flat}
+    before = str(state)
+    with pytest.raises(
+        StateMismatchError, match=r"groups of \[1, 2\] .* of \[3\] .*leaves no groups.*put the optimizer"
+    ):
+        restored(root, state, only=list(state))
+    assert str(state) == before
+
+
+def test_a_flattened_dict_in_another_order_than_the_modules_may_be_of_several_groups(tmp_path: Path) -> None:
+    model = layers(3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    learn(model, optimizer)
+    root = saved(tmp_path, {"model": model, "optimizer": optimizer})
+    other = layers(3)
+    first, second, third = other.parameters()
+    others = torch.optim.AdamW([{"params": [third]}, {"params": [first, second]}])
+    flat = get_optimizer_state_dict(other, others, options=FLATTENED)
+    with pytest.raises(StateMismatchError, match=r"from 2\.weight on, another order than the modules have"):
+        restored(root, {"model": other, "optimizer": flat})
+    with pytest.raises(StateMismatchError, match=r"no module of the state has 2\.weight.*put the module beside it"):
+        restored(root, {"optimizer": flat}, only=["optimizer"])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("form", list(FORMS))
+def test_parameters_that_a_named_step_lacks_are_missing_and_stay_in_their_groups(
+    tmp_path: Path, form: str, kind: str, grouped: bool
+) -> None:
+    def build(count: int, lr: float) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = layers(count)
+        made = torch.optim.SGD if kind == "sgd" else torch.optim.AdamW
+        groups = [{"params": list(model[:3].parameters())}, {"params": list(model[3:].parameters())}]
+        return model, made(groups if grouped and count > 3 else model.parameters(), lr=lr)
+
+    model, optimizer = build(3, 0.1)
+    learn(model, optimizer)
+    root = saved(tmp_path, {"optimizer": get_optimizer_state_dict(model, optimizer, options=FORMS[form])})
+    other, others = build(4, 0.5)
+    state = {"optimizer": get_optimizer_state_dict(other, others)}
+    with pytest.raises(StateMismatchError, match=r"missing: optimizer/state/3\.weight"):
+        restored(root, state)
+    restored(root, state, strict=False)
+    names = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
+    assert names == list(other.state_dict())
+    set_optimizer_state_dict(other, others, state["optimizer"])
+    wanted = by_parameter(model, optimizer)
+    found = by_parameter(other, others)
+    assert all(same(found[name]["state"], wanted[name]["state"]) for name in wanted)
+    assert [group["lr"] for group in others.param_groups] == ([0.1, 0.5] if grouped else [0.1])
+    assert [len(group["params"]) for group in others.param_groups] == ([3, 1] if grouped else [4])
+
+
+def test_a_group_that_a_named_step_lacks_and_that_cannot_be_kept_is_an_error(tmp_path: Path) -> None:
+    model = layers(3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    learn(model, optimizer)
+    root = saved(tmp_path, {"optimizer": get_optimizer_state_dict(model, optimizer)})
+    other = layers(4)
+    groups = [{"params": list(other[:3].parameters())}, {"params": list(other[3:].parameters())}]
+    state = {"optimizer": get_optimizer_state_dict(other, torch.optim.AdamW(groups, lr=torch.tensor(0.5)))}
+    with pytest.raises(
+        StateMismatchError, match="no parameter of group 1 in the checkpoint, and this group has an option"
+    ):
+        restored(root, state, strict=False)
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_moments_of_another_number_of_dimensions_than_the_parameter_are_a_mismatch(
+    tmp_path: Path, with_model: bool
+) -> None:
+    model = layers(2, bias=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    learn(model, optimizer)
+    root = saved(tmp_path, {"model": model, "optimizer": optimizer})
+    other = layers(2, bias=True)
+    others = torch.optim.AdamW(list(other.parameters())[::-1])
+    state: dict[str, Any] = {"model": other, "optimizer": others} if with_model else {"optimizer": others}
+    with pytest.raises(StateMismatchError, match=r"shape: optimizer/state/0/exp_avg is \[4, 4\] .* parameter is \[4\]"):
+        restored(root, state, only=list(state))
+    assert not others.state
+
+
+def test_moments_are_compared_with_the_modules_where_a_dict_has_none(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 4, bias=False))
+    optimizer = torch.optim.AdamW(list(model.parameters())[::-1])
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    root = saved(tmp_path, {"model": model, "optimizer": optimizer})
+    named = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+    named["state"] = {}
+    with pytest.raises(StateMismatchError, match=r"exp_avg \[4, 3\] for parameter 0 .* that of 0\.weight \[3, 4\]"):
+        restored(root, {"model": model, "optimizer": named})
+
+
+@pytest.mark.parametrize("form", ["numbered", *FORMS])
+def test_names_that_groups_have_beside_numbers_tell_another_order(tmp_path: Path, form: str) -> None:
+    model = layers(3)
+    optimizer = torch.optim.AdamW(list(model.named_parameters())[::-1])
+    learn(model, optimizer)
+    root = saved(tmp_path, {"model": model, "optimizer": optimizer})
+    other = layers(3)
+    others: Any = torch.optim.AdamW(other.named_parameters())
+    plain = torch.optim.AdamW(other.parameters())
+    state = others if form == "numbered" else get_optimizer_state_dict(other, plain, options=FORMS[form])
+    with pytest.raises(
+        StateMismatchError, match=r"has parameter 0\.weight at place 2 .* at place 0 in that of the state"
+    ):
+        restored(root, {"model": other, "optimizer": state})
+    same_order = torch.optim.AdamW(list(other.named_parameters())[::-1])
+    restored(root, {"model": other, "optimizer": same_order})
+    assert torch.equal(same_order.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
