@@ -100,6 +100,8 @@ class Rejoin:
         live, sizes = agreement.world_size, agreement.active_sizes()
         if live is None or sizes is None or sizes[0] >= sizes[1] or agreement.wait_done(0.0):
             return False
+        if agreement.wait_outcome(0.0) is not None:  # it is interrupted already, by this process or for another reason
+            return False
         is_complete = live + len(waiting) >= self.places
         before, after = self._active_of(live), self._active_of(live + len(waiting))
         if not (is_complete if before is None or after is None else after > before):
