@@ -144,7 +144,7 @@ class PreemptionWatcher(Uncopied):
         self._looked_at = time.monotonic()
         self._has_stopped = False
         self._began_at: tuple[int | None] | None = None  # the step that training began with
-        self._is_in_vain = False  # the save at the stop has failed, and no step is published since the beginning
+        self._has_failed = False  # the last save
         self._is_closed = False
         self._closing = threading.Event()
         self._asked = threading.Event()
@@ -195,14 +195,15 @@ class PreemptionWatcher(Uncopied):
             except CheckpointError as error:  # of one save; there may be others behind it
                 _log.error("an earlier save has failed: %s", error)
         if self._checkpointer.current_step == step:
+            self._has_failed = False
             return True
         try:
             saved = self._checkpointer.save(state, step, metrics=metrics)
         except CheckpointError as error:
             _log.error("step %d cannot be saved before the end; the newest published step stands: %s", step, error)
             saved = False
-        self._is_in_vain = not saved and (self._checkpointer.current_step,) == (self._began_at or (None,))
-        if self._has_stopped and self._is_in_vain:
+        self._has_failed = not saved
+        if self._has_stopped and self._is_in_vain():
             _log.error(
                 "nothing of this run is published: the exit code is %d, not %d, as the next run would do all of it "
                 "again; make room or repair the root before it is started",
@@ -224,7 +225,11 @@ class PreemptionWatcher(Uncopied):
         """
         if not self._has_stopped:
             return 0
-        return os.EX_IOERR if self._is_in_vain else self._exit_code
+        return os.EX_IOERR if self._is_in_vain() else self._exit_code
+
+    def _is_in_vain(self) -> bool:
+        """Whether the last save has failed, and no step is published since the beginning, by `save` or elsewhere."""
+        return self._has_failed and (self._checkpointer.current_step,) == (self._began_at or (None,))
 
     def request(self, why: str, left: timedelta | None = None) -> None:
         """Ask all ranks to stop. Any thread. `left` is the time until this process has to end (default: `notice`)."""

@@ -244,7 +244,10 @@ class Agreement(Reports):
 
     @staticmethod
     def newcomers(base_store: StoreVerbs) -> set[int]:
-        """Return the initial ranks of the processes that wait to be named in the next roster."""
+        """Return the initial ranks of the processes that wait to be named in the next roster.
+
+        One that has died while it waited is among them, until another one takes its place.
+        """
         waiting = set(base_store.members(_JOINING))
         if waiting:
             waiting -= base_store.members(_JOINED) | base_store.members(_DEPARTED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import re
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,6 +31,9 @@ _VERBOSE_ENV = "INPROCESS_VERBOSE_RANKS"
 _LISTED_RANKS = 8
 _SUMMARY_CHARS = 500
 _MOST_DISTINCT = 16
+_COMPARED_CHARS = 200  # of a message; the summary is cut off elsewhere when its numbers are longer
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)*", re.IGNORECASE)
+_STANDARD_LIBRARY = f"{os.path.dirname(os.__file__)}/"
 
 _LOST_CONNECTION = (
     "connection closed by peer",
@@ -82,10 +86,14 @@ class InterruptionRecord:
 
     @property
     def fault(self) -> tuple[str, ...]:
-        """The fault, the same on all ranks that have it: the kind; of an exception also the type and the place."""
+        """The fault, the same on all ranks that have it: the kind; of an exception also type, place and message.
+
+        The message counts without its numbers, which differ between ranks. It is needed because all errors of a
+        backward pass come from one line of PyTorch.
+        """
         if self.interruption is not Interruption.EXCEPTION:
             return (self.interruption.name,)
-        return (self.interruption.name, self.summary.partition(":")[0], self.place)
+        return (self.interruption.name, self.place, _NUMBERS.sub("#", self.summary)[:_COMPARED_CHARS])
 
     def __str__(self) -> str:
         """Return the text form: one line of JSON, which `from_str` reads."""
@@ -122,13 +130,22 @@ class InterruptionRecord:
 
 
 def _place(tb: TracebackType | None) -> str:
-    """Return the file, line and function of the innermost frame; empty without one."""
-    if tb is None:
-        return ""
-    while tb.tb_next is not None:
+    """Return the file, line and function of the innermost frame, and if it is of a library, of the caller of that.
+
+    Empty without a frame.
+    """
+    frames = []
+    while tb is not None:
+        frames.append((tb.tb_frame.f_code, tb.tb_lineno))
         tb = tb.tb_next
-    code = tb.tb_frame.f_code
-    return _encodable(f"{short_path(code.co_filename)}:{tb.tb_lineno} in {code.co_qualname}")
+    own = [(code, line) for code, line in frames if not _is_of_library(code.co_filename)]
+    shown = list(dict.fromkeys([*frames[-1:], *own[-1:]]))
+    places = [f"{short_path(code.co_filename)}:{line} in {code.co_qualname}" for code, line in shown]
+    return _encodable(", called at ".join(places))
+
+
+def _is_of_library(path: str) -> bool:
+    return "-packages/" in path or path.startswith((_STANDARD_LIBRARY, "<frozen "))
 
 
 def short_path(path: str) -> str:
@@ -171,8 +188,8 @@ def without_consequences(records: Iterable[InterruptionRecord]) -> list[Interrup
 def distinct_faults(records: Iterable[InterruptionRecord]) -> list[InterruptionRecord]:
     """Return one record of each distinct fault, the first: those whose tracebacks or stacks are worth reading.
 
-    Exceptions of the same type at the same place are one fault, on however many ranks; so are faults of each other
-    kind. Consequences of other faults are left out.
+    Exceptions of the same type at the same place, with messages that differ only in numbers, are one fault, on however
+    many ranks; so are faults of each other kind. Consequences of other faults are left out.
     """
     first: dict[tuple[str, ...], InterruptionRecord] = {}
     for record in without_consequences(records):

@@ -7,9 +7,12 @@
     counts as a spare of iteration i, with the rank after the last one
     gets its rank in iteration i + 1 together with all others
 
-So no process waits for a newcomer, and one that dies before it is named costs nothing: only a live one asks. Its
-initial rank is one that no process of the job ever had. One that comes before all ranks have met does not wait: it is
-the rank in whose place it was started; see `monitoring`.
+So no process waits for a newcomer that is not ready. Its initial rank is one that no process of the job ever had. One
+that comes before all ranks have met does not wait: it is the rank in whose place it was started; see `monitoring`.
+
+A newcomer that dies while it waits sends no sign of that. It counts as waiting until the next one in its place has
+arrived, or a roster names it: so others may ask for a restart as if it were there. The ranks then notice that its
+heartbeats are missing, as after the loss of a node, and restart without it: once for each that dies so.
 """
 
 from __future__ import annotations
@@ -70,8 +73,9 @@ class Rejoin:
 
     It does if that makes more ranks active, but not more than at the start of the job: a process that would only be a
     spare waits for the next restart. With a `policy` of no delay it waits for others that may come, until the job has
-    as many ranks as at its start (`places`), or none has come for some seconds. `active_of` is that of the hooks. Once
-    the function has returned on an active rank, there is nothing to restart for.
+    as many ranks as at its start (`places`), or none has come for some seconds. All that have come count, also one that
+    has died since. `active_of` is that of the hooks. Once the function has returned on an active rank, there is nothing
+    to restart for.
     """
 
     def __init__(
@@ -99,6 +103,8 @@ class Rejoin:
         self._waiting = waiting
         live, sizes = agreement.world_size, agreement.active_sizes()
         if live is None or sizes is None or sizes[0] >= sizes[1] or agreement.wait_done(0.0):
+            return False
+        if agreement.wait_outcome(0.0) is not None:  # it is interrupted already, by this process or for another reason
             return False
         is_complete = live + len(waiting) >= self.places
         before, after = self._active_of(live), self._active_of(live + len(waiting))

@@ -202,6 +202,29 @@ def test_a_run_that_has_saved_nothing_is_not_to_be_requeued(
     assert ends == [("Stopped", "enough"), ("Closed", "")]
 
 
+@pytest.mark.parametrize("at_the_stop", [True, False])
+def test_a_step_that_is_published_after_a_save_that_failed_counts(at_the_stop: bool, tmp_path: Path) -> None:
+    """It is that of the stop, or the program has published it by its own call after the stop."""
+    state = {"weight": torch.zeros(1000)}
+    with (
+        ckpt.Checkpointer(tmp_path / "root") as checkpointer,
+        ckpt.PreemptionWatcher(checkpointer, grace=_LONG, interval=_INTERVAL) as watcher,
+    ):
+        assert not watcher.should_stop(1)
+        assert not watcher.save({"weight": object()}, 3)
+        if at_the_stop:
+            checkpointer.async_save(state, 5)
+        watcher.request("enough")
+        assert watcher.should_stop(5)
+        assert watcher.exit_code == os.EX_IOERR
+        if at_the_stop:
+            assert watcher.save(state, 5)
+        else:
+            checkpointer.save(state, 5)
+        assert watcher.exit_code == _ASKED
+    assert watcher.exit_code == _ASKED
+
+
 _ENDS = ("Stopped", "Closed")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from inprocess import CallWrapper, Wrapper
 from inprocess.attribution import Interruption, InterruptionRecord, distinct_faults, logged_by
@@ -74,6 +77,44 @@ def test_each_of_two_mistakes_is_shown_once() -> None:
 def test_of_512_ranks_that_raise_one_has_details() -> None:
     place = "app/train.py:3 in step"
     records = [InterruptionRecord(r, Interruption.EXCEPTION, f"ValueError: {r}", place=place) for r in range(512)]
+    assert distinct_faults(records) == records[:1]
+
+
+def _record_of(rank: int, fails: Callable[[], object]) -> InterruptionRecord:
+    try:
+        fails()
+    except RuntimeError as error:
+        return InterruptionRecord.of_exception(error, rank, Interruption.EXCEPTION)
+    raise AssertionError("it does not fail")
+
+
+def _without_graph() -> None:
+    torch.zeros(1).backward()
+
+
+def test_mistakes_that_a_library_raises_at_one_place_are_told_apart() -> None:
+    """Whatever fails in a backward pass is raised in one line of PyTorch."""
+    loss = (torch.ones(1, requires_grad=True) ** 2).sum()
+    loss.backward()
+    records = [_record_of(rank, each) for rank, each in enumerate((_without_graph, loss.backward, _without_graph))]
+    assert len({record.place.partition(",")[0] for record in records[:2]}) == 1, "they do not come from one line"
+    assert distinct_faults(records) == records[:2]
+    assert "in _engine_run_backward, called at inprocess/test_fault_log.py:" in records[0].place
+    assert records[0].place.endswith("in _without_graph")
+    assert records[0].fault == records[2].fault
+
+
+def test_two_mistakes_with_one_message_and_one_caller_in_a_library_are_told_apart() -> None:
+    def other() -> None:
+        torch.zeros(1).backward()
+
+    records = [_record_of(rank, each) for rank, each in enumerate((_without_graph, other))]
+    assert distinct_faults(records) == records
+
+
+def test_numbers_in_messages_do_not_tell_faults_apart() -> None:
+    texts = [f"RuntimeError: tried {7**rank}.{rank} GiB at 0x{rank + 10:x}0, {'far ' * 150}" for rank in range(40)]
+    records = [InterruptionRecord(rank, Interruption.EXCEPTION, text[:500]) for rank, text in enumerate(texts)]
     assert distinct_faults(records) == records[:1]
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Semaphore
 from typing import Any
 
 import pytest
 
 from inprocess import Compose, Wrapper
 from inprocess.agreement import Agreement, IterationOutcome
-from inprocess.attribution import Interruption
+from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
 from inprocess.joining import Newcomer, Rejoin
 from inprocess.rank_assignment import (
@@ -181,6 +182,36 @@ def test_nothing_is_restarted_when_the_function_has_returned(store: Coordination
     assert not due()
 
 
+@pytest.mark.parametrize("kind", [Interruption.NEWCOMER, Interruption.EXCEPTION])
+def test_an_iteration_that_is_interrupted_already_is_not_interrupted(
+    kind: Interruption, store: CoordinationStore
+) -> None:
+    job = Job(store, 3, 2, (2, 3))
+    due = job.newcomer(1)
+    assert due()
+    job.ranks[1].interrupt(InterruptionRecord(1, kind))
+    assert not due()
+
+
+def test_one_asks_once_while_the_others_come_to_the_end(store: CoordinationStore) -> None:
+    looks = Semaphore(0)
+
+    class Looking(Rejoin):
+        def is_due(self, agreement: Agreement) -> bool:
+            looks.release()
+            return super().is_due(agreement)
+
+    job = Job(store, 3, 2, (2, 3))
+    with ThreadPoolExecutor(1) as pool:
+        place = pool.submit(wait_for_place, job, 1, rejoin=Looking(RejoinPolicy.from_text("now"), 3, int))
+        for _ in range(3):
+            assert looks.acquire(timeout=LONG_S)
+        roster = end_of(job)
+        assert place.result(LONG_S).rank == 2
+    assert roster.joined == (4,)
+    assert len(store.get("1/records").splitlines()) == 1
+
+
 def test_an_iteration_that_has_not_begun_is_not_interrupted(store: CoordinationStore) -> None:
     RestartIndex(store).advance(0)
     agreement = Agreement(Namespace(1, store), 1)
@@ -202,8 +233,8 @@ def end_of(job: Job) -> Any:
     return roster
 
 
-def wait_for_place(job: Job, place: int, number: int = 1, policy: str = "now") -> Any:
-    rejoin = Rejoin(RejoinPolicy.from_text(policy), job.places, int)
+def wait_for_place(job: Job, place: int, number: int = 1, rejoin: Rejoin | None = None) -> Any:
+    rejoin = rejoin or Rejoin(RejoinPolicy.from_text("now"), job.places, int)
     return Newcomer(place + number * job.places, None).wait_for_place(
         job.store, lambda iteration: Agreement(Namespace(iteration, job.store), iteration), LONG_S, rejoin
     )
