@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from inprocess.ipc.process import Process
 
 __all__ = [
     "Closed",
@@ -45,16 +47,23 @@ __all__ = [
 ]
 
 
+def _this_process() -> str:
+    here = Process.here()
+    return f"{here.host}.{here.pid}.{here.start}"
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """What all events have.
 
     time: when it happened, in seconds since 1970
     rank: that of the process, at that time
+    process: the process, by a name that no other one has, on any host; "" if a file of an earlier version has none
     """
 
     time: float
     rank: int
+    process: str = field(default_factory=_this_process, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +225,12 @@ class Stopped(Event):
 
 @dataclass(frozen=True, slots=True)
 class Closed(Event):
-    """A `Checkpointer` was closed, with all its saves decided and without an exception: its work is done.
+    """The work of this process is done. The last event that a sink gets, when its observation or the process ends.
 
-    process: the process, by a name that no other one has
+    Only if the last `Checkpointer` that ended was closed with all its saves decided and without an exception, none is
+    open, and no exception ends the observation. Any number of Checkpointers may be closed before. If more events of the
+    same process follow, for another observation, it was not the end.
     """
-
-    process: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +366,7 @@ def from_document(document: Mapping[str, Any]) -> Event:
     if kind is None:
         raise ValueError(f"not an event: {document!r:.200}")
     names = [field.name for field in dataclasses.fields(kind)]
-    values = {name: document[name] for name in names if name in document}
+    values = {"process": ""} | {name: document[name] for name in names if name in document}
     try:
         event: Event = kind(**{name: tuple(each) if isinstance(each, list) else each for name, each in values.items()})
         return event

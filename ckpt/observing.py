@@ -15,19 +15,21 @@ import contextvars
 import logging
 import os
 import queue
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from ckpt.events import Event, EventsDropped, SaveAbandoned, SavePublished
+from ckpt.events import Closed, Event, EventsDropped, SaveAbandoned, SavePublished
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["Observation", "Sink", "emit", "is_observed", "observe", "shortened"]
+__all__ = ["Observation", "Sink", "Work", "emit", "is_failing", "is_observed", "observe", "shortened"]
 
 _log = logging.getLogger("ckpt")
 
@@ -39,6 +41,8 @@ _REMEMBERED = 64  # ends of saves; more than can be in flight
 _CAUSE_CHARACTERS = 1000
 
 _observations: list[Observation] = []  # changed by atomic operations only
+_open_work: weakref.WeakSet[Work] = weakref.WeakSet()
+_last_work: list[Work | None] = [None]  # of the Checkpointer that ended last, of those that had something to do
 
 
 def observe(sink: Sink, *, limit: int = 10_000) -> Observation:
@@ -62,6 +66,7 @@ class Observation(Uncopied):
     def __init__(self, sink: Sink, limit: int) -> None:
         self._sink = sink
         self._limit = limit
+        self._earlier_work = _last_work[0]
         self._pid = os.getpid()
         self._dropped = 0
         self._failed = 0
@@ -71,7 +76,7 @@ class Observation(Uncopied):
         self._queue: queue.SimpleQueue[tuple[contextvars.Context, Event] | None] = queue.SimpleQueue()
         self._thread = JoinableThread(self._run, "ckpt-sink")
         self._thread.start()
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
         _observations.append(self)
 
     @property
@@ -94,7 +99,10 @@ class Observation(Uncopied):
         self._closing = True
         if self in _observations:
             _observations.remove(self)
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
+        work = _last_work[0]
+        if work is not None and work is not self._earlier_work and work.is_done and not _open_work and not is_failing():
+            self._put(Closed(time.time(), work.rank))
         self._queue.put(None)
         if threading.current_thread() is self._thread:  # called by the sink: the rest is delivered when it returns
             return
@@ -110,6 +118,11 @@ class Observation(Uncopied):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def _at_exit(self) -> None:
+        if getattr(sys, "last_value", None) is not None:  # the exception that ends the process was handled by Python
+            _last_work[0] = None
         self.close()
 
     def _is_ours(self) -> bool:
@@ -148,6 +161,28 @@ class Observation(Uncopied):
             self._failed += 1
             if self._failed == 1:
                 _log.warning("the sink %r failed; what it raises later is not logged", self._sink, exc_info=error)
+
+
+class Work:
+    """The work of one Checkpointer that writes, open until `end`. `Closed` says that that of a process is done."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.is_done = False
+        _open_work.add(self)
+
+    def end(self, rank: int | None, has_failed: bool) -> None:
+        """Note that the Checkpointer has ended; `rank` is None if it had nothing to do."""
+        if has_failed or rank is not None:
+            self.rank, self.is_done = rank or 0, not has_failed
+            _last_work[0] = self
+        _open_work.discard(self)
+
+
+def is_failing() -> bool:
+    """Return whether an exception is being handled, as in `finally: checkpointer.close()`; but for a plain exit."""
+    error = sys.exception()
+    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def is_observed() -> bool:

@@ -6,19 +6,15 @@ import contextlib
 import functools
 import logging
 import os
-import sys
-import time
 from collections.abc import Collection
 from types import TracebackType
 
 from ckpt.engine.parts import Parts
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
-from ckpt.events import Closed
-from ckpt.observing import emit
+from ckpt.observing import Work, is_failing
 from ckpt.storage.removal import remove_contents
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
-from inprocess.ipc.process import Process
 from inprocess.ipc.threads import finishes_within
 
 __all__ = ["Closing"]
@@ -36,6 +32,7 @@ class Closing:
         self._timeout_s = parts.settings.timeout_s
         self._closed = False
         self._origin = Origin()
+        self._work = None if parts.settings.read_only else Work()
 
     def check_open(self) -> None:
         """Raise CheckpointError after the end, and in a fork of the process."""
@@ -61,6 +58,7 @@ class Closing:
         parts, ending = self._parts, Deadline(self._timeout_s)
         waiting = ending.before_end(self._leaving_s)
         with contextlib.ExitStack() as ends:  # all are done, whatever one of them raises; the last one first
+            ends.push(self._end_work)
             ends.callback(self._release_exports, ending)
             ends.push(functools.partial(self._end_keeper, ending))
             if parts.mirror is not None:
@@ -73,15 +71,13 @@ class Closing:
         rank = parts.saver.last_rank
         if parts.reuses_files and rank == 0:
             finishes_within(ending, self._delete_recycled, "ckpt-delete-recycled")
-        if rank is not None and not parts.settings.read_only and not _is_failing():
-            here = Process.here()
-            emit(Closed(time.time(), rank, f"{here.host}.{here.pid}.{here.start}"))
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End after an exception, without waiting: the writers finish what was scheduled by themselves."""
         if not self._origin.is_here:
             return
         self._closed = True
+        self._end_work(kind, error, trace)
         parts = self._parts
         ending = Deadline(self._leaving_s)
         parts.saver.failures.say_what_is_lost()
@@ -108,6 +104,12 @@ class Closing:
             self._parts.keeper.close(ending.within(_KEEPER_S))
         else:  # Ctrl-C waits for nothing: the writers finish by themselves
             self._parts.keeper.release()
+
+    def _end_work(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._work is not None:
+            self._work.end(self._parts.saver.last_rank, has_failed=error is not None or is_failing())
 
     @property
     def _owns_queue(self) -> bool:
@@ -149,9 +151,3 @@ class Closing:
                     remove_contents(path, lambda: None)
                 except StorageError as error:
                     _log.warning("files kept for the next save are not all deleted: %s", error)
-
-
-def _is_failing() -> bool:
-    """Return whether an exception is being handled, as in `finally: checkpointer.close()`; but for a plain exit."""
-    error = sys.exception()
-    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))

@@ -19,6 +19,7 @@ from ckpt.events import (
 
 __all__ = ["Logging"]
 
+_NOT_SHOWN = ("event", "time", "process")
 _BAD = (EventsDropped, ExportFailed, MirrorFailed, Restarted, RestoreFailed, SaveAbandoned, SectionLate)
 
 
@@ -39,7 +40,7 @@ class Logging:
         if not self._logger.isEnabledFor(level):
             return
         document = to_document(event)
-        text = " ".join(f"{name}={_shown(document[name])}" for name in document if name not in ("event", "time"))
+        text = " ".join(f"{name}={_shown(document[name])}" for name in document if name not in _NOT_SHOWN)
         self._logger.log(level, "%s %s", document["event"], text, extra={"ckpt": document})
 
 

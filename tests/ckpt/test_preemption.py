@@ -228,25 +228,32 @@ def test_a_step_that_is_published_after_a_save_that_failed_counts(at_the_stop: b
 _ENDS = ("Stopped", "Closed")
 
 
-def test_only_a_checkpointer_that_ended_its_work_is_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", ["closed", "read only", "unused", "left", "finally", "open"])
+def test_the_work_is_done_unless_the_last_checkpointer_failed_or_is_open(last: str, tmp_path: Path) -> None:
     events: list[Any] = []
     state = {"weight": torch.zeros(10)}
-    with ckpt.observe(events.append):
-        with ckpt.Checkpointer(tmp_path) as checkpointer:
-            checkpointer.save(state, 1)
-        with ckpt.Checkpointer(tmp_path, read_only=True) as checkpointer:
+    with contextlib.ExitStack() as ends, ckpt.observe(events.append):
+        for step in (1, 2):
+            with ckpt.Checkpointer(tmp_path) as checkpointer:
+                checkpointer.save(state, step)
+        checkpointer = ckpt.Checkpointer(tmp_path, read_only=last == "read only")
+        if last == "open":
+            ends.callback(checkpointer.close)
+        if last != "unused":
             checkpointer.restore(state)
-        with contextlib.suppress(KeyError), ckpt.Checkpointer(tmp_path) as checkpointer:
-            checkpointer.restore(state)
-            raise KeyError
-        checkpointer = ckpt.Checkpointer(tmp_path)
         with contextlib.suppress(KeyError):
-            try:
-                checkpointer.restore(state)
-                raise KeyError
-            finally:
-                checkpointer.close()
-    assert [(type(each).__name__, each.rank) for each in events if type(each).__name__ in _ENDS] == [("Closed", 0)]
+            if last == "left":
+                with checkpointer:
+                    raise KeyError
+            if last == "finally":
+                try:
+                    raise KeyError
+                finally:
+                    checkpointer.close()
+        if last != "open":
+            checkpointer.close()
+    ended = [(type(each).__name__, each.rank) for each in events if type(each).__name__ in _ENDS]
+    assert ended == ([("Closed", 0)] if last in ("closed", "read only", "unused") else [])
 
 
 @pytest.mark.parametrize("in_flight", [True, False])

@@ -9,7 +9,8 @@ Every moment from the first event to the last is one of these. Where several app
     lost          from the time at which the restored step was staged to the fault: this work was done again. All work
                   since the first event, if there is no restore, or the step was staged before
     requeued      from the end of a run that was asked to stop (`Stopped`) to the first event of the next
-    not running   from the end of a run whose Checkpointers were all closed (`Closed`) to the first event of the next
+    not running   from the end of a run whose processes all said that their work is done (`Closed`), and of which no
+                  event follows, to the first event of the next
     training      the rest
 
     goodput = training / (training + lost + saving + restarting + restoring)
@@ -212,35 +213,42 @@ def _newest(stalls: Sequence[Event], until: float) -> int | None:
 def _pauses(events: Sequence[Event]) -> list[Span]:
     """Return the times between runs that have ended by themselves, and the next events.
 
-    A run has ended when all its ranks that had events since its last restore or restart have closed, or stopped.
+    A run has ended when all its ranks that had events since its last restore or restart have closed, or stopped. A
+    process of which more events follow has not closed.
     """
     pauses: list[Span] = []
     ranks: dict[int, str] = {}  # what each rank of the run did last: "runs", "stopped" or "closed"
-    processes: set[str] = set()  # that have closed
+    processes: dict[int, str] = {}  # of the ranks, those of which the events say it
+    last = {_process(event): number for number, event in enumerate(events)}
     is_stopped, end = False, 0.0
     for number, event in enumerate(events):
-        name = event["event"]
+        name, rank, process = event["event"], event["rank"], _process(event)
+        goes_on = bool(process) and process in processes.values()
+        is_next = bool(process) and not goes_on and rank in processes
         begins = name in ("Restored", "RestoreFailed", "Restarted")
-        has_ended = bool(ranks) and "runs" not in ranks.values()
-        if has_ended and (begins or "stopped" not in ranks.values()) and name != "Restarted":
-            if not _closes_again(events[number:], processes):
-                pauses.append(Span("requeued" if is_stopped else "not_running", end, max(end, _begin(event))))
-            ranks, processes, is_stopped = {}, set(), False
+        has_ended = bool(ranks) and "runs" not in ranks.values() and not goes_on
+        if has_ended and (begins or is_next or "stopped" not in ranks.values()) and name != "Restarted":
+            pauses.append(Span("requeued" if is_stopped else "not_running", end, max(end, _begin(event))))
+            ranks, is_stopped = {}, False
         elif begins:
             ranks = {}
         if name == "Stopped":
             is_stopped = True
-        if name == "Closed":
-            processes.add(str(event.get("process")))
-        before = ranks.get(event["rank"], "runs")
-        ranks[event["rank"]] = {"Stopped": "stopped", "Closed": "closed"}.get(name, before)
+        state = ranks.get(rank, "runs") if processes.get(rank, process) == process else "runs"
+        if name == "Stopped":
+            state = "stopped"
+        elif name == "Closed" and (not process or last[process] == number):
+            state = "closed"
+        ranks[rank] = state
+        if process:
+            processes[rank] = process
         end = float(event["time"])
     return pauses
 
 
-def _closes_again(events: Sequence[Event], processes: set[str]) -> bool:
-    """Return whether one of these processes closes another Checkpointer later: they have not ended."""
-    return any(event["event"] == "Closed" and event.get("process") in processes for event in events)
+def _process(event: Event) -> str:
+    """Return the name of the process of an event; "" if it has none, as in files of earlier versions."""
+    return str(event.get("process") or "")
 
 
 def _from_scratch(events: Sequence[Event], first: float, last: float) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,12 +156,77 @@ def test_a_job_that_was_asked_to_stop_is_requeued(is_closed: bool) -> None:
     assert found.seconds("restarting") == found.seconds("not_running") == 0.0
 
 
-def test_a_checkpointer_that_is_closed_while_another_goes_on_is_no_end() -> None:
-    other = [event("SaveStarted", 200.0, step=7), staged(7, 201.0, 1.0), closed(210.0)]
-    assert goodput([*ends_at(120.0, 1), closed(120.0), *other]).seconds("not_running") == 0.0
-    assert goodput([*ends_at(120.0, 1), closed(120.0), *other[:2], closed(210.0, 0, "second")]).seconds(
-        "not_running"
-    ) == pytest.approx(80.0)
+def of(process: str, *events: Event) -> list[Event]:
+    return [{**each, "process": process} for each in events]
+
+
+def test_a_process_of_which_more_events_follow_has_not_ended() -> None:
+    """It was killed later, in a save or after it: the time between is training."""
+    run = of("a", *ends_at(120.0, 1), closed(120.0))
+    other = event("SaveStarted", 1120.0, step=2), staged(2, 1121.0, 1.0)
+    for later in (other[:1], other, (*other, closed(1130.0))):
+        assert goodput([*run, *of("a", *later)]).seconds("not_running") == 0.0
+        assert goodput([*run, *of("b", *later)]).seconds("not_running") == pytest.approx(1000.0)
+        following = of("b", restored(1, 2000.0, 10.0), staged(2, 2100.0, 1.0))
+        last = later[-1]["time"]
+        expected = {"not_running": 1990.0 - last} if later[2:] else {"restarting": 1990.0 - last}
+        found = goodput([*run, *of("a", *later), *following])
+        assert {kind: found.seconds(kind) for kind in ("not_running", "restarting") if found.seconds(kind)} == {
+            kind: pytest.approx(seconds) for kind, seconds in expected.items()
+        }
+
+
+@pytest.mark.parametrize("process", ["a", "b"])
+def test_a_stop_ends_at_an_event_of_another_process(process: str) -> None:
+    """Which may have restored with something else than a Checkpointer."""
+    stop = of("a", *ends_at(120.0, 1), event("Stopped", 121.0, step=1, cause="signal SIGTERM"))
+    found = goodput([*stop, *of(process, event("SaveStarted", 500.0, step=2))])
+    assert found.seconds("requeued") == pytest.approx(0.0 if process == "a" else 379.0)
+
+
+_PROGRAM = """
+import os, signal, sys, time
+import ckpt, torch
+from ckpt.sinks import JsonLines
+
+kind, root, file = sys.argv[1:]
+ckpt.observe(JsonLines(file))
+state = {"weights": torch.zeros(10)}
+
+
+def save(step, folder):
+    with ckpt.Checkpointer(f"{root}/{folder}") as checkpointer:
+        checkpointer.save(state, step)
+
+
+save(1, "one")
+if kind == "beside":
+    beside = ckpt.Checkpointer(f"{root}/beside")
+    beside.save(state, 1)
+save(2, "two")
+if kind == "raises":
+    raise KeyError(kind)
+if kind == "killed":
+    while not os.path.exists(file) or open(file).read().count("SavePublished") < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("kind", ["ends", "killed", "raises", "beside"])
+def test_only_a_process_whose_work_is_done_is_closed(kind: str, tmp_path: Path) -> None:
+    """It has closed a Checkpointer for each save, as a save of Megatron does."""
+    file = tmp_path / "events.jsonl"
+    command = [sys.executable, "-c", _PROGRAM, kind, str(tmp_path), str(file)]
+    code = subprocess.run(command, timeout=60, stderr=subprocess.PIPE, check=False).returncode
+    assert code == {"ends": 0, "killed": -signal.SIGKILL, "raises": 1, "beside": 0}[kind]
+    events = list(read_events([str(file)]).events)
+    assert [each["event"] for each in events].count("Closed") == (kind == "ends")
+    assert len({each["process"] for each in events}) == 1
+    end = events[-1]["time"]
+    found = goodput([*events, *of("next", restored(2, end + 1000.0, 1.0), event("SaveStarted", end + 1010.0, step=3))])
+    assert found.seconds("not_running") == pytest.approx(999.0 if kind == "ends" else 0.0)
+    assert found.seconds("restarting") == pytest.approx(0.0 if kind == "ends" else 999.0)
 
 
 # -- against a simulation ----------------------------------------------------------------------------------------------
