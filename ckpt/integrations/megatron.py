@@ -24,7 +24,17 @@ from typing import Any, Self
 import torch
 
 import ckpt
-from ckpt import AsyncCallsQueue, AsyncRequest, Checkpoint, Checkpointer, CheckpointError, LazyTensor, Leaves, Staging
+from ckpt import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    Checkpoint,
+    Checkpointer,
+    CheckpointError,
+    LazyTensor,
+    Leaves,
+    Staging,
+    StateError,
+)
 
 try:
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -41,6 +51,7 @@ except ImportError as error:
         "ckpt.integrations.megatron needs megatron-core 0.16: pip install 'ckpt-inprocess[megatron]'"
     ) from error
 
+from ckpt.integrations.megatron_common import common_save
 from ckpt.integrations.megatron_leaves import (
     COMMON_FILE,
     MegatronLeaves,
@@ -104,6 +115,7 @@ class CkptSaveStrategy(AsyncSaveShardedStrategy):
         `ckpt.Checkpointer`.
         """
         super().__init__(_BACKEND, _VERSION)
+        common_save()  # from now on, also the saves of Megatron's own strategies write common.pt through it
         self._given_queue = queue
         self._own_queue: AsyncCallsQueue | None = None
         self._staging = staging
@@ -218,10 +230,14 @@ def _state(sharded_state_dict: Any, root: str, ranks: ckpt.Ranks) -> Any:
     """Return the leaves that this rank saves. Collective; StateError on all ranks if one cannot store something."""
     leaves, problem = Leaves(), None
     try:
-        common, digest = None, digest_of(root) if ranks.rank == 0 else None
-        if digest is not None:
-            # What this process has just written. Megatron itself loads it with less trust.
-            common = torch.load(os.path.join(root, COMMON_FILE), map_location="cpu", weights_only=False)
+        common = common_save().take(root) if ranks.rank == 0 else None
+        digest = digest_of(root) if ranks.rank == 0 else None
+        if digest is not None and common is None:
+            # Of another save, or of anyone: it is not read, and a load would mix it with this step.
+            raise StateError(
+                f"{root}/{COMMON_FILE} was not written by this save: save with dist_checkpointing.save, or to a "
+                "directory without that file"
+            )
         with torch.no_grad():
             add_leaves(leaves, sharded_state_dict, common, digest)
     except Exception as error:

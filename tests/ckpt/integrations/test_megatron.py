@@ -6,6 +6,7 @@ import contextlib
 import enum
 import importlib.util
 import json
+import os
 import resource
 import time
 import warnings
@@ -283,6 +284,46 @@ def test_a_failed_save_over_a_checkpoint_is_never_mixed_with_it(tmp_path: Path) 
         assert "register_encoder" in failed
         assert mixed.startswith("CheckpointingException: ")
         assert "common.pt is not the one that was saved with the step" in mixed
+
+
+class _Executed:
+    """An object whose unpickling makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (self._path,)
+
+
+def _save_beside_a_foreign_file(rank: int, world_size: int, root: Path) -> list[Any]:
+    core, megatron = _core(), _strategies()
+    folder = _folder(root / "run")
+    if rank == 0:
+        torch.save({"iteration": _Executed(root / "executed")}, Path(folder, "common.pt"))
+    dist.barrier()
+    own = core.ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=rank)
+    with megatron.CkptSaveStrategy(timeout=60) as strategy:
+        refused = _raised(lambda: strategy.save({"w": own}, folder))
+        executed = (root / "executed").exists()
+        core.save({"w": own, "shade": Shade.DARK, "iteration": 3}, folder, strategy)  # replaces the file
+        stale = _raised(lambda: strategy.save({"w": own}, folder))
+        strategy.save({"w": own}, _folder(root / "without"))
+    ckpt.register_encoder(Shade)
+    load = megatron.CkptLoadStrategy()
+    found = core.load({"w": own.without_data()}, folder, load, load.common)
+    return [refused, executed, stale, found["iteration"], found["shade"] is Shade.DARK]
+
+
+def test_a_save_reads_no_common_state_from_the_directory(tmp_path: Path) -> None:
+    """A common.pt of another save is not executed, nor stored as the state of this one."""
+    for result in run_ranks(_save_beside_a_foreign_file, 2, tmp_path, timeout=120, imports=IMPORTS):
+        refused, executed, stale, *found = result.value
+        assert not executed
+        for text in (refused, stale):
+            assert text.startswith("StateError: rank 0 cannot store its part")
+            assert "common.pt was not written by this save: save with dist_checkpointing.save" in text
+        assert found == [3, True]
 
 
 # -- in the background -------------------------------------------------------------------------------------------------
