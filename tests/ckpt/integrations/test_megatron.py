@@ -222,7 +222,7 @@ def _objects(rank: int, world_size: int, value: int) -> dict[str, Any]:
         "moments": core.mapping.ShardedObject("moments", moments, (1, world_size), (0, rank)),
         "same": core.mapping.ShardedObject("same", {"value": value}, (1,), (0,), replica_id=rank),
         "args": Namespace(lr=0.1, dtype=torch.bfloat16, betas=(0.9, 0.95)),
-        "groups": [{"lr": value, 3: None, "step": torch.tensor(value)}],
+        "groups": [{"lr": value, 3: None, "step": torch.tensor(value), True: torch.tensor(7)}],
         "iteration": value,
     }
 
@@ -242,6 +242,7 @@ def _save_objects(rank: int, world_size: int, root: Path) -> None:
         assert found["same"] == {"value": 5}
         assert found["args"] == Namespace(lr=0.1, dtype=torch.bfloat16, betas=(0.9, 0.95))
         assert (found["groups"][0]["lr"], found["groups"][0][3], found["groups"][0]["step"].item()) == (5, None, 5)
+        assert found["groups"][0][True].item() == 7
         assert found["content_metadata"] == {"version": 1}
     megatron.register_strategies(strategy)  # then the name of the backend suffices
     assert core.load_common_state_dict(folder)["iteration"] == 5
@@ -439,6 +440,7 @@ def _refusals(rank: int, world_size: int, root: Path) -> dict[str, str]:
         "name": saved({"w": tensor("megatron", torch.ones(2), replica_id=rank)}),
         "flat": saved({"w": flat}),
         "array": saved({"text": np.array(["a"])}),
+        "names": saved({"pairs": {None: torch.zeros(1), "None": torch.ones(1)}}),
     }
     state = {"w": tensor("w", torch.ones(2), replica_id=rank)}
     core.save(state | {"object": core.mapping.ShardedObject("o", Shade.DARK, (1,), (0,), rank)}, folder, strategy)
@@ -469,6 +471,7 @@ _SENTENCES = {
     "name": ("StateError", "must not be 'megatron'"),
     "flat": ("StateError", "flattened ranges are not supported", "fully_reshardable or dp_reshardable"),
     "array": ("StateError", "megatron/common/text", "numpy arrays of dtype <U1 cannot be stored"),
+    "names": ("StateError", "megatron/common/pairs/None", "two tensors or arrays have this name"),
     "queue": ("CheckpointError", "schedule its request on the `queue` of the strategy"),
     "missing": ("CheckpointingException", "x is not there", "y is not there"),
     "shape": ("CheckpointingException", "Global shape mismatch for loaded ((2,)) and expected ((3,))"),
