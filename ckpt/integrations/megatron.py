@@ -257,7 +257,7 @@ class CkptLoadStrategy(LoadShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._common_of: str | None = None  # the directory whose common state was read from the step
+        self._has_common_of_step = False  # in this load the common state is that of the step; see `_CommonOfStep`
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -271,6 +271,9 @@ class CkptLoadStrategy(LoadShardedStrategy):
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise CheckpointingException for a checkpoint that was not saved by `CkptSaveStrategy`."""
+        # Megatron begins each load with this check, and goes on with that of the common strategy. `load` cannot end
+        # what was noted for one load: FullyParallelLoadStrategyWrapper calls it twice.
+        self._has_common_of_step = False
         if loaded_backend != _BACKEND:
             raise CheckpointingException(
                 f"this checkpoint has the backend {loaded_backend!r}: load it without sharded_strategy, or save it "
@@ -327,9 +330,7 @@ class CkptLoadStrategy(LoadShardedStrategy):
         )
 
     def _check_common(self, root: str, leaves: MegatronLeaves) -> None:
-        if self._common_of == root:
-            return
-        if leaves.common_digest not in (None, digest_of(root)):
+        if not self._has_common_of_step and leaves.common_digest not in (None, digest_of(root)):
             raise CheckpointingException(
                 f"{root}/common.pt is not the one that was saved with the step: a save to the same directory was "
                 "interrupted, or the file is damaged. The step has the common state, too: "
@@ -346,6 +347,7 @@ class _CommonOfStep(LoadCommonStrategy):
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Accept each: common.pt is not read."""
+        self._strategy._has_common_of_step = True
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Accept each: common.pt is not read."""
@@ -355,7 +357,7 @@ class _CommonOfStep(LoadCommonStrategy):
         root = os.fspath(checkpoint_dir)
         with _opened(root) as checkpoint:
             common = leaves_of(checkpoint).common()
-        self._strategy._common_of = root
+        self._strategy._has_common_of_step = True
         return common
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> Any:

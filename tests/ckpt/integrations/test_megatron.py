@@ -265,14 +265,22 @@ def test_objects_and_the_common_state(tmp_path: Path) -> None:
 
 def _save_twice(rank: int, world_size: int, root: Path) -> list[str]:
     core, megatron = _core(), _strategies()
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+
+    torch.cuda.synchronize = lambda *given: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     folder, load = _folder(root / "iter_0000100"), megatron.CkptLoadStrategy()
     with megatron.CkptSaveStrategy(timeout=60) as strategy:
         core.save(_objects(rank, world_size, 5), folder, strategy)
         broken = _objects(rank, world_size, 6) | {"bad": core.mapping.ShardedObject("bad", Opaque(), (2,), (rank,))}
         failed = _raised(lambda: core.save(broken, folder, strategy))
     mixed = _raised(lambda: core.load(_objects(rank, world_size, 0), folder, load))
-    found = core.load(_objects(rank, world_size, 0), folder, load, load.common)
-    assert (found["iteration"], found["same"]) == (5, {"value": 5})
+    parallel = fully_parallel.FullyParallelLoadStrategyWrapper(load, exchange_algo="gather_object")
+    for strict, sharded in (("assume_ok_unexpected", load), ("log_all", load), ("assume_ok_unexpected", parallel)):
+        found = core.load(_objects(rank, world_size, 0), folder, sharded, load.common, strict=strict)
+        assert (found["iteration"], found["same"]) == (5, {"value": 5})
+        # What was noted for that load is not for the next one.
+        assert _raised(lambda sharded=sharded: core.load(_objects(rank, world_size, 0), folder, sharded)) == mixed
     return [failed, mixed]
 
 
