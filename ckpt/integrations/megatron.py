@@ -137,18 +137,35 @@ class CkptSaveStrategy(AsyncSaveShardedStrategy):
         return self._own_queue
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Save, and return when the step is published. Earlier saves are finalized, too. Collective.
+        """Save, and return when the step is published. Earlier calls of `queue` are finalized, too. Collective.
 
         Raises StateError, on all ranks, for what one of them cannot store, and what `Checkpointer.save` raises.
+        Failures of earlier calls are left for the next `maybe_finalize_async_calls` of `queue`.
         """
         request = self.async_save(sharded_state_dict, checkpoint_dir)
+        own, outcome = AsyncRequest(None, (), list(request.finalize_fns)), list[Exception | None]()
+
+        def finalize() -> None:
+            try:
+                own.execute_finalize_fns(validate_matching_call_idx=False)
+            except Exception as error:
+                outcome.append(error)
+            else:
+                outcome.append(None)
+
+        request.finalize_fns[:] = [finalize]
         self.queue.schedule_async_request(request)
-        self._finalize_all()
+        failures = self._finalize_all()
+        # The last call: if it is not finalized, the last failure is its own, or the deadline of the wait for it.
+        error = outcome[0] if outcome else failures.pop()
+        self.queue.raise_later(failures)
+        if error is not None:
+            raise error
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> AsyncRequest:
         """Copy this rank's main replicas, and return the request that writes them, for `queue`. Collective."""
         if len(self._open) >= _OPEN_SAVES:
-            self._finalize_all()
+            self._finalize_earlier()
         self._close_finalized()
         root = os.fspath(checkpoint_dir)
         if "://" in root:
@@ -170,7 +187,7 @@ class CkptSaveStrategy(AsyncSaveShardedStrategy):
             if queue is not None:
                 queue.close()
             elif self._given_queue is not None and self._open:
-                self._finalize_all()
+                self._finalize_earlier()
         finally:
             self._close_finalized()
 
@@ -194,11 +211,22 @@ class CkptSaveStrategy(AsyncSaveShardedStrategy):
     def _timeout_s(self) -> float:
         return self._timeout.total_seconds() if isinstance(self._timeout, timedelta) else self._timeout
 
-    def _finalize_all(self) -> None:
+    def _finalize_all(self) -> list[Exception]:
+        """Finalize all calls of the queue, of whatever owner, and return their failures in order."""
+        failures: list[Exception] = []
         try:
-            self.queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+            self.queue.finalize_all(no_dist=False, check=failures.append)
         finally:
             self._close_finalized()
+        return failures
+
+    def _finalize_earlier(self) -> None:
+        """Finalize all calls, and leave their failures for the queue. CheckpointTimeoutError if some are left."""
+        failures = self._finalize_all()
+        late = failures.pop() if self._open else None
+        self.queue.raise_later(failures)
+        if late is not None:
+            raise late
 
     def _close_finalized(self) -> None:
         """Free the memory of saves that are decided. In no finalize function: it waits for processes."""

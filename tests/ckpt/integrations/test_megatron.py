@@ -406,6 +406,39 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_is_not_loaded(tmp_
     assert not (tmp_path / "iter_0000001" / "metadata.json").exists()
 
 
+def _fails() -> None:
+    raise ValueError("a mistake in another call")
+
+
+def _share_the_queue(rank: int, world_size: int, root: Path) -> list[Any]:
+    """Save while calls of another owner fail in the queue, then where the writer of rank 1 cannot write."""
+    core, megatron = _core(), _strategies()
+    tensor = core.ShardedTensor.from_rank_offsets("w", torch.ones(64, 1024), (0, rank, world_size))
+    with ckpt.AsyncCallsQueue(timeout_s=60) as queue, megatron.CkptSaveStrategy(queue=queue, timeout=60) as strategy:
+        for _ in range(2):
+            queue.schedule_async_request(ckpt.AsyncRequest(_fails, (), []))
+        saved = [_raised(lambda: core.save({"w": tensor}, _folder(root / "iter_0000001"), strategy))]
+        theirs = [_raised(lambda: queue.maybe_finalize_async_calls()) for _ in range(3)]
+        _limit_files(queue, 64 << 10 if rank == 1 else None)
+        queue.schedule_async_request(ckpt.AsyncRequest(_fails, (), []))
+        saved.append(_raised(lambda: core.save({"w": tensor}, _folder(root / "iter_0000002"), strategy)))
+        theirs += [_raised(lambda: queue.maybe_finalize_async_calls()) for _ in range(2)]
+    loaded = core.load({"w": tensor.without_data()}, str(root / "iter_0000001"), megatron.CkptLoadStrategy())
+    return [saved, theirs, loaded["w"].unique().tolist()]
+
+
+def test_a_save_raises_its_own_failure_and_the_queue_those_of_others(tmp_path: Path) -> None:
+    for result in run_ranks(_share_the_queue, 2, tmp_path, timeout=120, imports=IMPORTS):
+        (first, second), theirs, values = result.value
+        assert first == "nothing"
+        assert values == [1.0]
+        assert second.startswith("SaveAbandonedError")
+        assert "rank 1" in second
+        assert ["a mistake in another call" in text for text in theirs] == [True, True, False, True, False]
+        assert (theirs[2], theirs[4]) == ("nothing", "nothing")
+    assert not (tmp_path / "iter_0000002" / "metadata.json").exists()
+
+
 def _leave(rank: int, world_size: int, root: Path) -> list[int]:
     """End the training with an exception while a save is scheduled."""
     core, megatron = _core(), _strategies()
