@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -132,15 +132,18 @@ class AsyncCallsQueue(CallRunner):
         raise error
 
     def finalize_all(
-        self, deadline: Deadline, no_dist: bool | None = None, check: Callable[[Exception], None] = raised
+        self,
+        deadline: Deadline | None = None,
+        no_dist: bool | None = None,
+        check: Callable[[Exception], None] = raised,
     ) -> None:
-        """Wait for all calls, and finalize them, until `deadline`; then raise the first failure.
+        """Wait for all calls, and finalize them, until `deadline` (None: `timeout_s`); then raise the first failure.
 
         `check` is called with each failure, and raises what counts as one.
         CheckpointTimeoutError at the deadline, unless a call had failed before; the calls that are left stay queued.
         With ``no_dist=False`` all ranks finalize the same calls, and all of them stop when one is at its deadline.
         """
-        alone = self._is_alone(no_dist)
+        alone, deadline = self._is_alone(no_dist), deadline or Deadline(self._timeout_s)
         finalized, before, left = list[int](), -1, self._count_left(alone)
         # A round that settles no call has waited until the deadline, of this rank or of another one.
         while left != before:
@@ -160,6 +163,10 @@ class AsyncCallsQueue(CallRunner):
             if isinstance(failures[0], CheckpointError):
                 failures[0].finalized = finalized
             raise failures[0]
+
+    def raise_later(self, failures: Iterable[Exception]) -> None:
+        """Let later `maybe_finalize_async_calls` raise these: failures that `check` got, of calls of another owner."""
+        self._unreported.extend(failures)
 
     def _is_alone(self, no_dist: bool | None) -> bool:
         """Return whether this rank finalizes its calls without the others."""

@@ -24,7 +24,17 @@ from typing import Any, Self
 import torch
 
 import ckpt
-from ckpt import AsyncCallsQueue, AsyncRequest, Checkpoint, Checkpointer, CheckpointError, LazyTensor, Leaves, Staging
+from ckpt import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    Checkpoint,
+    Checkpointer,
+    CheckpointError,
+    LazyTensor,
+    Leaves,
+    Staging,
+    StateError,
+)
 
 try:
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -41,6 +51,7 @@ except ImportError as error:
         "ckpt.integrations.megatron needs megatron-core 0.16: pip install 'ckpt-inprocess[megatron]'"
     ) from error
 
+from ckpt.integrations.megatron_common import common_save
 from ckpt.integrations.megatron_leaves import (
     COMMON_FILE,
     MegatronLeaves,
@@ -104,6 +115,7 @@ class CkptSaveStrategy(AsyncSaveShardedStrategy):
         `ckpt.Checkpointer`.
         """
         super().__init__(_BACKEND, _VERSION)
+        common_save()  # from now on, also the saves of Megatron's own strategies write common.pt through it
         self._given_queue = queue
         self._own_queue: AsyncCallsQueue | None = None
         self._staging = staging
@@ -125,18 +137,35 @@ class CkptSaveStrategy(AsyncSaveShardedStrategy):
         return self._own_queue
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Save, and return when the step is published. Earlier saves are finalized, too. Collective.
+        """Save, and return when the step is published. Earlier calls of `queue` are finalized, too. Collective.
 
         Raises StateError, on all ranks, for what one of them cannot store, and what `Checkpointer.save` raises.
+        Failures of earlier calls are left for the next `maybe_finalize_async_calls` of `queue`.
         """
         request = self.async_save(sharded_state_dict, checkpoint_dir)
+        own, outcome = AsyncRequest(None, (), list(request.finalize_fns)), list[Exception | None]()
+
+        def finalize() -> None:
+            try:
+                own.execute_finalize_fns(validate_matching_call_idx=False)
+            except Exception as error:
+                outcome.append(error)
+            else:
+                outcome.append(None)
+
+        request.finalize_fns[:] = [finalize]
         self.queue.schedule_async_request(request)
-        self._finalize_all()
+        failures = self._finalize_all()
+        # The last call: if it is not finalized, the last failure is its own, or the deadline of the wait for it.
+        error = outcome[0] if outcome else failures.pop()
+        self.queue.raise_later(failures)
+        if error is not None:
+            raise error
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> AsyncRequest:
         """Copy this rank's main replicas, and return the request that writes them, for `queue`. Collective."""
         if len(self._open) >= _OPEN_SAVES:
-            self._finalize_all()
+            self._finalize_earlier()
         self._close_finalized()
         root = os.fspath(checkpoint_dir)
         if "://" in root:
@@ -158,7 +187,7 @@ class CkptSaveStrategy(AsyncSaveShardedStrategy):
             if queue is not None:
                 queue.close()
             elif self._given_queue is not None and self._open:
-                self._finalize_all()
+                self._finalize_earlier()
         finally:
             self._close_finalized()
 
@@ -182,11 +211,22 @@ class CkptSaveStrategy(AsyncSaveShardedStrategy):
     def _timeout_s(self) -> float:
         return self._timeout.total_seconds() if isinstance(self._timeout, timedelta) else self._timeout
 
-    def _finalize_all(self) -> None:
+    def _finalize_all(self) -> list[Exception]:
+        """Finalize all calls of the queue, of whatever owner, and return their failures in order."""
+        failures: list[Exception] = []
         try:
-            self.queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+            self.queue.finalize_all(no_dist=False, check=failures.append)
         finally:
             self._close_finalized()
+        return failures
+
+    def _finalize_earlier(self) -> None:
+        """Finalize all calls, and leave their failures for the queue. CheckpointTimeoutError if some are left."""
+        failures = self._finalize_all()
+        late = failures.pop() if self._open else None
+        self.queue.raise_later(failures)
+        if late is not None:
+            raise late
 
     def _close_finalized(self) -> None:
         """Free the memory of saves that are decided. In no finalize function: it waits for processes."""
@@ -218,10 +258,14 @@ def _state(sharded_state_dict: Any, root: str, ranks: ckpt.Ranks) -> Any:
     """Return the leaves that this rank saves. Collective; StateError on all ranks if one cannot store something."""
     leaves, problem = Leaves(), None
     try:
-        common, digest = None, digest_of(root) if ranks.rank == 0 else None
-        if digest is not None:
-            # What this process has just written. Megatron itself loads it with less trust.
-            common = torch.load(os.path.join(root, COMMON_FILE), map_location="cpu", weights_only=False)
+        common = common_save().take(root) if ranks.rank == 0 else None
+        digest = digest_of(root) if ranks.rank == 0 else None
+        if digest is not None and common is None:
+            # Of another save, or of anyone: it is not read, and a load would mix it with this step.
+            raise StateError(
+                f"{root}/{COMMON_FILE} was not written by this save: save with dist_checkpointing.save, or to a "
+                "directory without that file"
+            )
         with torch.no_grad():
             add_leaves(leaves, sharded_state_dict, common, digest)
     except Exception as error:
@@ -241,7 +285,7 @@ class CkptLoadStrategy(LoadShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._common_of: str | None = None  # the directory whose common state was read from the step
+        self._has_common_of_step = False  # in this load the common state is that of the step; see `_CommonOfStep`
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -255,6 +299,9 @@ class CkptLoadStrategy(LoadShardedStrategy):
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise CheckpointingException for a checkpoint that was not saved by `CkptSaveStrategy`."""
+        # Megatron begins each load with this check, and goes on with that of the common strategy. `load` cannot end
+        # what was noted for one load: FullyParallelLoadStrategyWrapper calls it twice.
+        self._has_common_of_step = False
         if loaded_backend != _BACKEND:
             raise CheckpointingException(
                 f"this checkpoint has the backend {loaded_backend!r}: load it without sharded_strategy, or save it "
@@ -311,9 +358,7 @@ class CkptLoadStrategy(LoadShardedStrategy):
         )
 
     def _check_common(self, root: str, leaves: MegatronLeaves) -> None:
-        if self._common_of == root:
-            return
-        if leaves.common_digest not in (None, digest_of(root)):
+        if not self._has_common_of_step and leaves.common_digest not in (None, digest_of(root)):
             raise CheckpointingException(
                 f"{root}/common.pt is not the one that was saved with the step: a save to the same directory was "
                 "interrupted, or the file is damaged. The step has the common state, too: "
@@ -330,6 +375,7 @@ class _CommonOfStep(LoadCommonStrategy):
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Accept each: common.pt is not read."""
+        self._strategy._has_common_of_step = True
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Accept each: common.pt is not read."""
@@ -339,7 +385,7 @@ class _CommonOfStep(LoadCommonStrategy):
         root = os.fspath(checkpoint_dir)
         with _opened(root) as checkpoint:
             common = leaves_of(checkpoint).common()
-        self._strategy._common_of = root
+        self._strategy._has_common_of_step = True
         return common
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> Any:

@@ -151,13 +151,16 @@ def _add_value(leaves: Leaves, keys: Keys, value: Any) -> None:
     found: dict[Keys, torch.Tensor] = {}
 
     def put(at: Keys, node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            found[at], library = node, "torch"
-        elif isinstance(node, np.ndarray):
-            found[at], library = _as_tensor((*keys, *at), node), "numpy"
-        else:
+        if not isinstance(node, torch.Tensor | np.ndarray):
             return node
-        return TensorAt(library, at)
+        if at in found:
+            raise StateError(
+                f"{'/'.join(map(str, (*keys, *at)))}: two tensors or arrays have this name, as the name of a key that "
+                "is not a str or int is its repr; rename one of the keys"
+            )
+        is_torch = isinstance(node, torch.Tensor)
+        found[at] = node if is_torch else _as_tensor((*keys, *at), node)
+        return TensorAt("torch" if is_torch else "numpy", at)
 
     leaves.add_value((*keys, _VALUE), _mapped((), value, put))
     for at, tensor in found.items():
@@ -189,7 +192,7 @@ def _mapped(at: Keys, node: Any, leaf: Callable[[Keys, Any], Any]) -> Any:
 
 
 def _key(key: Any) -> str | int:
-    return key if isinstance(key, str | int) else repr(key)
+    return key if isinstance(key, str | int) and not isinstance(key, bool) else repr(key)
 
 
 def digest_of(checkpoint_dir: str) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import enum
 import importlib.util
 import json
+import os
 import resource
 import time
 import warnings
@@ -221,7 +222,7 @@ def _objects(rank: int, world_size: int, value: int) -> dict[str, Any]:
         "moments": core.mapping.ShardedObject("moments", moments, (1, world_size), (0, rank)),
         "same": core.mapping.ShardedObject("same", {"value": value}, (1,), (0,), replica_id=rank),
         "args": Namespace(lr=0.1, dtype=torch.bfloat16, betas=(0.9, 0.95)),
-        "groups": [{"lr": value, 3: None, "step": torch.tensor(value)}],
+        "groups": [{"lr": value, 3: None, "step": torch.tensor(value), True: torch.tensor(7)}],
         "iteration": value,
     }
 
@@ -241,6 +242,7 @@ def _save_objects(rank: int, world_size: int, root: Path) -> None:
         assert found["same"] == {"value": 5}
         assert found["args"] == Namespace(lr=0.1, dtype=torch.bfloat16, betas=(0.9, 0.95))
         assert (found["groups"][0]["lr"], found["groups"][0][3], found["groups"][0]["step"].item()) == (5, None, 5)
+        assert found["groups"][0][True].item() == 7
         assert found["content_metadata"] == {"version": 1}
     megatron.register_strategies(strategy)  # then the name of the backend suffices
     assert core.load_common_state_dict(folder)["iteration"] == 5
@@ -263,14 +265,22 @@ def test_objects_and_the_common_state(tmp_path: Path) -> None:
 
 def _save_twice(rank: int, world_size: int, root: Path) -> list[str]:
     core, megatron = _core(), _strategies()
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+
+    torch.cuda.synchronize = lambda *given: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     folder, load = _folder(root / "iter_0000100"), megatron.CkptLoadStrategy()
     with megatron.CkptSaveStrategy(timeout=60) as strategy:
         core.save(_objects(rank, world_size, 5), folder, strategy)
         broken = _objects(rank, world_size, 6) | {"bad": core.mapping.ShardedObject("bad", Opaque(), (2,), (rank,))}
         failed = _raised(lambda: core.save(broken, folder, strategy))
     mixed = _raised(lambda: core.load(_objects(rank, world_size, 0), folder, load))
-    found = core.load(_objects(rank, world_size, 0), folder, load, load.common)
-    assert (found["iteration"], found["same"]) == (5, {"value": 5})
+    parallel = fully_parallel.FullyParallelLoadStrategyWrapper(load, exchange_algo="gather_object")
+    for strict, sharded in (("assume_ok_unexpected", load), ("log_all", load), ("assume_ok_unexpected", parallel)):
+        found = core.load(_objects(rank, world_size, 0), folder, sharded, load.common, strict=strict)
+        assert (found["iteration"], found["same"]) == (5, {"value": 5})
+        # What was noted for that load is not for the next one.
+        assert _raised(lambda sharded=sharded: core.load(_objects(rank, world_size, 0), folder, sharded)) == mixed
     return [failed, mixed]
 
 
@@ -283,6 +293,46 @@ def test_a_failed_save_over_a_checkpoint_is_never_mixed_with_it(tmp_path: Path) 
         assert "register_encoder" in failed
         assert mixed.startswith("CheckpointingException: ")
         assert "common.pt is not the one that was saved with the step" in mixed
+
+
+class _Executed:
+    """An object whose unpickling makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (self._path,)
+
+
+def _save_beside_a_foreign_file(rank: int, world_size: int, root: Path) -> list[Any]:
+    core, megatron = _core(), _strategies()
+    folder = _folder(root / "run")
+    if rank == 0:
+        torch.save({"iteration": _Executed(root / "executed")}, Path(folder, "common.pt"))
+    dist.barrier()
+    own = core.ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=rank)
+    with megatron.CkptSaveStrategy(timeout=60) as strategy:
+        refused = _raised(lambda: strategy.save({"w": own}, folder))
+        executed = (root / "executed").exists()
+        core.save({"w": own, "shade": Shade.DARK, "iteration": 3}, folder, strategy)  # replaces the file
+        stale = _raised(lambda: strategy.save({"w": own}, folder))
+        strategy.save({"w": own}, _folder(root / "without"))
+    ckpt.register_encoder(Shade)
+    load = megatron.CkptLoadStrategy()
+    found = core.load({"w": own.without_data()}, folder, load, load.common)
+    return [refused, executed, stale, found["iteration"], found["shade"] is Shade.DARK]
+
+
+def test_a_save_reads_no_common_state_from_the_directory(tmp_path: Path) -> None:
+    """A common.pt of another save is not executed, nor stored as the state of this one."""
+    for result in run_ranks(_save_beside_a_foreign_file, 2, tmp_path, timeout=120, imports=IMPORTS):
+        refused, executed, stale, *found = result.value
+        assert not executed
+        for text in (refused, stale):
+            assert text.startswith("StateError: rank 0 cannot store its part")
+            assert "common.pt was not written by this save: save with dist_checkpointing.save" in text
+        assert found == [3, True]
 
 
 # -- in the background -------------------------------------------------------------------------------------------------
@@ -356,6 +406,39 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_is_not_loaded(tmp_
     assert not (tmp_path / "iter_0000001" / "metadata.json").exists()
 
 
+def _fails() -> None:
+    raise ValueError("a mistake in another call")
+
+
+def _share_the_queue(rank: int, world_size: int, root: Path) -> list[Any]:
+    """Save while calls of another owner fail in the queue, then where the writer of rank 1 cannot write."""
+    core, megatron = _core(), _strategies()
+    tensor = core.ShardedTensor.from_rank_offsets("w", torch.ones(64, 1024), (0, rank, world_size))
+    with ckpt.AsyncCallsQueue(timeout_s=60) as queue, megatron.CkptSaveStrategy(queue=queue, timeout=60) as strategy:
+        for _ in range(2):
+            queue.schedule_async_request(ckpt.AsyncRequest(_fails, (), []))
+        saved = [_raised(lambda: core.save({"w": tensor}, _folder(root / "iter_0000001"), strategy))]
+        theirs = [_raised(lambda: queue.maybe_finalize_async_calls()) for _ in range(3)]
+        _limit_files(queue, 64 << 10 if rank == 1 else None)
+        queue.schedule_async_request(ckpt.AsyncRequest(_fails, (), []))
+        saved.append(_raised(lambda: core.save({"w": tensor}, _folder(root / "iter_0000002"), strategy)))
+        theirs += [_raised(lambda: queue.maybe_finalize_async_calls()) for _ in range(2)]
+    loaded = core.load({"w": tensor.without_data()}, str(root / "iter_0000001"), megatron.CkptLoadStrategy())
+    return [saved, theirs, loaded["w"].unique().tolist()]
+
+
+def test_a_save_raises_its_own_failure_and_the_queue_those_of_others(tmp_path: Path) -> None:
+    for result in run_ranks(_share_the_queue, 2, tmp_path, timeout=120, imports=IMPORTS):
+        (first, second), theirs, values = result.value
+        assert first == "nothing"
+        assert values == [1.0]
+        assert second.startswith("SaveAbandonedError")
+        assert "rank 1" in second
+        assert ["a mistake in another call" in text for text in theirs] == [True, True, False, True, False]
+        assert (theirs[2], theirs[4]) == ("nothing", "nothing")
+    assert not (tmp_path / "iter_0000002" / "metadata.json").exists()
+
+
 def _leave(rank: int, world_size: int, root: Path) -> list[int]:
     """End the training with an exception while a save is scheduled."""
     core, megatron = _core(), _strategies()
@@ -398,6 +481,7 @@ def _refusals(rank: int, world_size: int, root: Path) -> dict[str, str]:
         "name": saved({"w": tensor("megatron", torch.ones(2), replica_id=rank)}),
         "flat": saved({"w": flat}),
         "array": saved({"text": np.array(["a"])}),
+        "names": saved({"pairs": {None: torch.zeros(1), "None": torch.ones(1)}}),
     }
     state = {"w": tensor("w", torch.ones(2), replica_id=rank)}
     core.save(state | {"object": core.mapping.ShardedObject("o", Shade.DARK, (1,), (0,), rank)}, folder, strategy)
@@ -428,6 +512,7 @@ _SENTENCES = {
     "name": ("StateError", "must not be 'megatron'"),
     "flat": ("StateError", "flattened ranges are not supported", "fully_reshardable or dp_reshardable"),
     "array": ("StateError", "megatron/common/text", "numpy arrays of dtype <U1 cannot be stored"),
+    "names": ("StateError", "megatron/common/pairs/None", "two tensors or arrays have this name"),
     "queue": ("CheckpointError", "schedule its request on the `queue` of the strategy"),
     "missing": ("CheckpointingException", "x is not there", "y is not there"),
     "shape": ("CheckpointingException", "Global shape mismatch for loaded ((2,)) and expected ((3,))"),
