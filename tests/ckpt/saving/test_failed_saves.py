@@ -421,18 +421,17 @@ def test_the_last_save_before_a_preemption_says_that_it_failed(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_is_told_of_a_step_that_is_not_published(tmp_path: Path) -> None:
+def test_dcp_is_told_of_a_step_that_is_not_published(small_disk: Path) -> None:
     """Its own `save` has ended then: it must not take the step for one that is there."""
     import torch.distributed.checkpoint as dcp
 
     from ckpt.integrations.dcp import Writer
 
-    (tmp_path / "root").write_text("not a directory")
     with (
-        Writer(tmp_path / "root", on_failed_save="warn") as writer,
+        Writer(small_disk / "root", on_failed_save="warn", timeout=8) as writer,
         pytest.raises(dcp.CheckpointException, match="step 5 is not published"),
     ):
-        dcp.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "root" / "step_5", storage_writer=writer)
+        dcp.save({"w": torch.ones(3_000_000)}, checkpoint_id=small_disk / "root" / "step_5", storage_writer=writer)
 
 
 # -- failures of a moment ----------------------------------------------------------------------------------------------
