@@ -230,8 +230,11 @@ def leaves_of(checkpoint: Checkpoint) -> DcpLeaves:
 def _listed_arrays(checkpoint: Checkpoint) -> frozenset[Keys]:
     """Return the keys of numpy arrays that DCP saved; a metric that a program gave itself may be anything."""
     listed = (checkpoint.summary.get("metrics") or {}).get(ARRAYS)
-    tensors = {path for path, rank, _ in checkpoint.leaves() if rank is None} if listed else set()
-    return frozenset(tuple(keys) for keys in listed or () if isinstance(keys, list) and tuple(keys) in tensors)
+    if not isinstance(listed, list) or not listed:
+        return frozenset()
+    tensors = {path for path, rank, _ in checkpoint.leaves() if rank is None}
+    paths = {tuple(keys) for keys in listed if isinstance(keys, list) and all(type(key) in (str, int) for key in keys)}
+    return frozenset(paths & tensors)
 
 
 def _dtype_of(tensor: LazyTensor) -> torch.dtype:

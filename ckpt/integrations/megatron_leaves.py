@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpt import Checkpoint, LazyTensor, Leaves, StateError, StateMismatchError, Unregistered
+from ckpt import Checkpoint, CheckpointCorruptError, LazyTensor, Leaves, StateError, StateMismatchError, Unregistered
 
 try:
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -170,8 +170,9 @@ def _add_value(leaves: Leaves, keys: Keys, value: Any) -> None:
 def _as_tensor(keys: Keys, array: np.ndarray[Any, Any]) -> torch.Tensor:
     try:
         return torch.from_numpy(np.array(array, order="C"))
-    except TypeError as error:
-        raise StateError(f"{'/'.join(map(str, keys))}: numpy arrays of dtype {array.dtype} cannot be stored") from error
+    except (TypeError, ValueError) as error:  # no such dtype; a byte order that is not that of this machine
+        dtype = array.dtype if array.dtype.isnative else f"{array.dtype} ({array.dtype.str}, another byte order)"
+        raise StateError(f"{'/'.join(map(str, keys))}: numpy arrays of dtype {dtype} cannot be stored") from error
 
 
 def _mapped(at: Keys, node: Any, leaf: Callable[[Keys, Any], Any]) -> Any:
@@ -240,7 +241,10 @@ class MegatronLeaves:
         return (*keys, _VALUE) in self._values
 
     def value(self, keys: Keys) -> Any:
-        """Return a value with its tensors and arrays. StateMismatchError if it has types that are not registered."""
+        """Return a value with its tensors and arrays.
+
+        StateMismatchError if it has types that are not registered; CheckpointCorruptError if a tensor is not there.
+        """
         value = self._values[(*keys, _VALUE)]
         unknown = next(Unregistered.within(value), None)
         if unknown is not None:
@@ -252,7 +256,13 @@ class MegatronLeaves:
         def read(at: Keys, node: Any) -> Any:
             if not isinstance(node, TensorAt):
                 return node
-            tensor = self._inner[(*keys, _TENSORS, *node.keys)]
+            is_path = isinstance(node.keys, tuple) and all(type(key) in (str, int) for key in node.keys)
+            tensor = self._inner.get((*keys, _TENSORS, *node.keys)) if is_path else None
+            if tensor is None or node.library not in ("torch", "numpy"):
+                raise CheckpointCorruptError(
+                    f"{'/'.join(map(str, (*keys, _VALUE)))} refers to {repr(node)[:200]}, which the step does not "
+                    "have: load another step"
+                )
             return tensor.torch() if node.library == "torch" else tensor.read()
 
         return _mapped((), value, read)

@@ -291,6 +291,15 @@ def test_arrays_and_tuples_with_tensors_are_stored_as_in_a_state(
     _assert_same(of_a_checkpointer, {"tuple": (torch.ones(2), 5)})
 
 
+@pytest.mark.parametrize("metric", [3, "text", True, {"a": 1}, [["a", ["b"]]], [3, None, [None], [{"a": 1}]]])
+def test_a_metric_of_the_program_with_the_name_of_the_list_of_arrays(metric: Any, tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a": torch.ones(2)}, 1, metrics={"dcp_arrays": metric})
+    loaded = {"a": torch.zeros(2)}
+    dcp.load(loaded, storage_reader=Reader(tmp_path))
+    assert loaded["a"].tolist() == [1, 1]
+
+
 def test_a_named_tuple_with_tensors_must_be_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.values.registry._ENCODERS", {})
     dcp.save({"p": (Point(torch.ones(2), 1),)}, storage_writer=Writer(tmp_path / "step_1"))

@@ -481,6 +481,7 @@ def _refusals(rank: int, world_size: int, root: Path) -> dict[str, str]:
         "name": saved({"w": tensor("megatron", torch.ones(2), replica_id=rank)}),
         "flat": saved({"w": flat}),
         "array": saved({"text": np.array(["a"])}),
+        "bytes": saved({"big": [np.arange(3, dtype=np.dtype(int).newbyteorder())]}),
         "names": saved({"pairs": {None: torch.zeros(1), "None": torch.ones(1)}}),
     }
     state = {"w": tensor("w", torch.ones(2), replica_id=rank)}
@@ -512,6 +513,7 @@ _SENTENCES = {
     "name": ("StateError", "must not be 'megatron'"),
     "flat": ("StateError", "flattened ranges are not supported", "fully_reshardable or dp_reshardable"),
     "array": ("StateError", "megatron/common/text", "numpy arrays of dtype <U1 cannot be stored"),
+    "bytes": ("StateError", "megatron/common/big/0: numpy arrays of dtype", "another byte order) cannot be stored"),
     "names": ("StateError", "megatron/common/pairs/None", "two tensors or arrays have this name"),
     "queue": ("CheckpointError", "schedule its request on the `queue` of the strategy"),
     "missing": ("CheckpointingException", "x is not there", "y is not there"),
@@ -532,3 +534,19 @@ def test_what_is_refused_is_refused_by_a_sentence(tmp_path: Path) -> None:
             text = result.value[name]
             assert text.startswith(f"{kind}: "), (name, text)
             assert all(part in text for part in parts), (name, text)
+
+
+@pytest.mark.parametrize("place", [("torch", ("y",)), ("torch", 3), ("torch", ([],)), ("other", ("x",))])
+def test_a_place_without_a_tensor_is_damage(place: tuple[str, Any], tmp_path: Path) -> None:
+    _strategies()
+    from ckpt.integrations.megatron_leaves import TensorAt, leaves_of
+
+    ckpt.register_encoder(TensorAt)
+    common = {"value": TensorAt(*place), "tensors": {"x": torch.ones(2)}}
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"megatron": {"common": {"name": common}}}, 1)
+    with (
+        ckpt.open(tmp_path) as checkpoint,
+        pytest.raises(ckpt.CheckpointCorruptError, match="megatron/common/name/value"),
+    ):
+        leaves_of(checkpoint).common()
