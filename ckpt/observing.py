@@ -29,7 +29,7 @@ from ckpt.events import Closed, Event, EventsDropped, SaveAbandoned, SavePublish
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["Observation", "Sink", "Work", "emit", "is_failing", "is_observed", "observe", "shortened"]
+__all__ = ["Observation", "Sink", "ObservedWork", "emit", "is_failing", "is_observed", "observe", "shortened"]
 
 _log = logging.getLogger("ckpt")
 
@@ -41,8 +41,8 @@ _REMEMBERED = 64  # ends of saves; more than can be in flight
 _CAUSE_CHARACTERS = 1000
 
 _observations: list[Observation] = []  # changed by atomic operations only
-_open_work: weakref.WeakSet[Work] = weakref.WeakSet()
-_last_work: list[Work | None] = [None]  # of the Checkpointer that ended last, of those that had something to do
+_open_work: weakref.WeakSet[ObservedWork] = weakref.WeakSet()
+_last_work: list[ObservedWork | None] = [None]  # of the Checkpointer that ended last, of those that had something to do
 
 
 def observe(sink: Sink, *, limit: int = 10_000) -> Observation:
@@ -163,7 +163,7 @@ class Observation(Uncopied):
                 _log.warning("the sink %r failed; what it raises later is not logged", self._sink, exc_info=error)
 
 
-class Work:
+class ObservedWork:
     """The work of one Checkpointer that writes, open until `end`. `Closed` says that that of a process is done."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from ckpt.engine.parts import Parts
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
-from ckpt.observing import Work, is_failing
+from ckpt.observing import ObservedWork, is_failing
 from ckpt.storage.removal import remove_contents
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
@@ -32,7 +32,7 @@ class Closing:
         self._timeout_s = parts.settings.timeout_s
         self._closed = False
         self._origin = Origin()
-        self._work = None if parts.settings.read_only else Work()
+        self._work = None if parts.settings.read_only else ObservedWork()
 
     def check_open(self) -> None:
         """Raise CheckpointError after the end, and in a fork of the process."""

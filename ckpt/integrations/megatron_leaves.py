@@ -158,9 +158,11 @@ def _add_value(leaves: Leaves, keys: Keys, value: Any) -> None:
                 f"{'/'.join(map(str, (*keys, *at)))}: two tensors or arrays have this name, as the name of a key that "
                 "is not a str or int is its repr; rename one of the keys"
             )
-        is_torch = isinstance(node, torch.Tensor)
-        found[at] = node if is_torch else _as_tensor((*keys, *at), node)
-        return TensorAt("torch" if is_torch else "numpy", at)
+        if isinstance(node, torch.Tensor):
+            found[at] = node
+            return TensorAt("torch", at)
+        found[at] = _as_tensor((*keys, *at), node)
+        return TensorAt("numpy", at)
 
     leaves.add_value((*keys, _VALUE), _mapped((), value, put))
     for at, tensor in found.items():
