@@ -22,7 +22,7 @@ class Schedule:
         self._saves: int | None = 0  # without `step`; None once that was called, or warned of
 
     def due(self, step: int) -> Literal["save", "snapshot"] | None:
-        """Return what is to be done with a step of training. ValueError if no step is ever due."""
+        """Return the action that is due after a step of training. ValueError if no step is ever due."""
         self._saves = None
         if self._save_every is None and self._keep_every is None:
             raise ValueError(

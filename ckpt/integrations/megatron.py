@@ -345,7 +345,7 @@ class CkptLoadStrategy(LoadShardedStrategy):
             return _without_data(leaves_of(checkpoint))
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> Any:
-        """Return what `load_tensors_metadata` returns, and a ShardedObject without data for each shard of an object."""
+        """Return the result of `load_tensors_metadata`, and an empty ShardedObject for each shard of an object."""
         with _opened(os.fspath(checkpoint_dir)) as checkpoint:
             leaves = leaves_of(checkpoint)
             return {each.unique_key: each for each in leaves.objects()} | _without_data(leaves)

@@ -1,4 +1,4 @@
-"""What to write instead, for each kind of name that does not fit; and the objects of which nothing fits.
+"""The remedy for each kind of name that does not fit; and the objects of which nothing fits.
 
 `strict=False` is advised for names that one side lacks, where the rest of their object fits. A module of which nothing
 is restored would train from random weights, with restored state of its optimizer.
@@ -40,7 +40,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """What does not fit, for a message; `too_little` says why not even the rest can be restored, if it cannot."""
+    """The names that do not fit, for a message; `too_little` says why the rest cannot be restored either, if so."""
 
     text: str
     too_little: str
@@ -49,7 +49,7 @@ class Misfit:
 def misfit(
     match: Match, unexpected: list[Path], flat: FlatState, state: Any, options: RestoreOptions, step: int
 ) -> Misfit | None:
-    """Return what does not fit, with a remedy for each kind; None if all fits."""
+    """Return the names that do not fit, with a remedy for each kind; None if all fit."""
     problems = [problem.text for problem in match.mismatches]
     problems += [f"unexpected: {display(path)}" for path in unexpected]
     if not problems:

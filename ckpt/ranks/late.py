@@ -49,6 +49,6 @@ class LateRanks:
 
 
 def described(process: Process) -> str:
-    """Return what a process does, as far as it is known here."""
+    """Return a description of a process: its state, as far as it is known here."""
     activity = process.activity if process.is_here else "is on another node"
     return f"process {process.pid} {activity or 'is hidden'}"

@@ -247,7 +247,7 @@ class _Meeting:
         late.warn(self._rank, waited_s, left_s, what, missing, self._known_of)
 
     def _known_of(self, rank: int) -> str:
-        """Return what is known of a rank that has not arrived, as the end of a sentence."""
+        """Return a description of a rank that has not arrived, as the end of a sentence."""
         number, host, pid, start, doing, at = self._last_of(rank)
         if number is None:
             return "has taken part in nothing yet"

@@ -69,7 +69,7 @@ class Compression:
 
     @classmethod
     def from_document(cls, document: Any) -> Compression:
-        """Return what `to_document` has made. One of `ILL_FORMED` for anything else.
+        """Return the compression of a document. One of `ILL_FORMED` for any that `to_document` does not make.
 
         FormatVersionError for what was compressed before there were frames of Blosc: that is no damage.
         """

@@ -11,19 +11,9 @@ from torch import nn
 
 import ckpt
 from ckpt import Checkpointer, PerRank, StateError, StateMismatchError
+from tests.ckpt.loading.towers import Tower
 from tests.support import run_ranks
 from tests.support.saves import save_here
-
-
-class Tower(nn.Module):
-    """A model with an encoder and a head."""
-
-    def __init__(self, fill: float, out: int = 3, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(4, 4, dtype=dtype)
-        self.head = nn.Linear(4, out, dtype=dtype)
-        for parameter in self.parameters():
-            nn.init.constant_(parameter, fill)
 
 
 def trained(fill: float, **options: Any) -> tuple[Tower, torch.optim.Optimizer]:

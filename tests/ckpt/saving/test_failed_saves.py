@@ -31,6 +31,7 @@ from ckpt.saving.save_failures import SaveFailures
 from ckpt.storage import files
 from tests.ckpt.async_calls import functions
 from tests.ckpt.crash.killers import wait_until
+from tests.ckpt.saving.full_disk import fill
 from tests.support import launch_ranks, run_ranks
 from tests.support.saves import save_here
 
@@ -67,16 +68,6 @@ def _lines() -> list[tuple[str, str]]:
     return lines
 
 
-def _fill(disk: Path) -> Path:
-    path = disk / "filler"
-    with path.open("wb", buffering=0) as file:
-        for size in (1 << 16, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(b"x" * size)
-    return path
-
-
 # -- training goes on --------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +93,7 @@ def test_training_goes_on_while_the_disk_is_full(small_disk: Path, tmp_path: Pat
     with launch_ranks(_train_on_a_disk, world_size, small_disk / "root", full, freed) as group:
         for rank in range(world_size):
             group.wait_for_output(rank, "^saved")
-        filler = _fill(small_disk)
+        filler = fill(small_disk)
         full.touch()
         for rank in range(world_size):
             group.wait_for_output(rank, "^failed", timeout=45)
@@ -455,7 +446,7 @@ def test_a_disk_that_is_full_for_a_moment_is_not_noticed(
         writing = ckpt.saving.write.ShareWriter._write
 
         def write(writer: Any) -> Any:
-            fillers.append(_fill(small_disk))  # after the save has begun
+            fillers.append(fill(small_disk))  # after the save has begun
             return writing(writer)
 
         monkeypatch.setattr(ckpt.saving.write.ShareWriter, "_write", write)

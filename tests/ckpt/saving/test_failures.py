@@ -36,6 +36,7 @@ from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate, ask
 from tests.ckpt.crash.killers import wait_until, with_writer
+from tests.ckpt.saving.full_disk import fill
 from tests.support import LeakCheck, launch_ranks, run_ranks
 from tests.support.saves import save_here
 from tests.support.selection import FULL
@@ -200,17 +201,6 @@ def test_reason_that_storage_does_not_take_reaches_all_ranks(tmp_path: Path, vic
         assert after == {"finalized": [3]}
 
 
-def _fill(disk: Path) -> Path:
-    """Write a file until there is no room for one more byte."""
-    path = disk / "filler"
-    with path.open("wb", buffering=0) as file:
-        for size in (1 << 16, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(b"x" * size)
-    return path
-
-
 def _save_on_a_full_disk(rank: int, world_size: int, root: Path, full: Path, repaired: Path) -> list[dict[str, Any]]:
     with ckpt.Checkpointer(root) as checkpointer:
         checkpointer.save(_state(0.0, 1000), 1)
@@ -228,7 +218,7 @@ def test_disk_without_room_for_one_more_byte(small_disk: Path, tmp_path: Path, w
     with launch_ranks(_save_on_a_full_disk, world_size, small_disk / "root", full, repaired) as group:
         for rank in range(world_size):
             group.wait_for_output(rank, "^saved")
-        filler = _fill(small_disk)
+        filler = fill(small_disk)
         full.touch()
         for rank in range(world_size):
             group.wait_for_output(rank, "^first")
