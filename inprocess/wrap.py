@@ -45,7 +45,7 @@ from inprocess.state import State
 from inprocess.store import PrefixStore, TCPStore
 from inprocess.torn_locks import held_locks
 from inprocess.unblock.gloo_waits import watch_gloo_waits
-from inprocess.unblock.process_groups import watchdog_of_nccl_ends_nothing
+from inprocess.unblock.process_groups import gloo_outlives_modules, watchdog_of_nccl_ends_nothing
 from inprocess.unblock.store_waits import interruptible_store_connections
 
 __all__ = ["CallWrapper", "Wrapper", "inject"]
@@ -275,7 +275,7 @@ class CallWrapper(Uncopied):
             injected_args, injected_kwargs = inject(function, CallWrapper, self, args, kwargs)
             self._sections.begin(self.state.iteration)
             self._pings = 0
-            with children_end_here(), announced_restart_index(self.state.iteration):
+            with children_end_here(), announced_restart_index(self.state.iteration), gloo_outlives_modules():
                 try:
                     return function(*injected_args, **injected_kwargs)
                 finally:

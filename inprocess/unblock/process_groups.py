@@ -16,7 +16,13 @@ from typing import Any
 from inprocess.bounded_waits import BoundedCall, bounded_call
 from inprocess.exception import TimeoutError
 
-__all__ = ["abort_nccl", "destroy_groups", "discard_process_groups", "watchdog_of_nccl_ends_nothing"]
+__all__ = [
+    "abort_nccl",
+    "destroy_groups",
+    "discard_process_groups",
+    "gloo_outlives_modules",
+    "watchdog_of_nccl_ends_nothing",
+]
 
 _log = logging.getLogger(__name__)
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -49,6 +55,38 @@ def watchdog_of_nccl_ends_nothing() -> Iterator[None]:
                 del os.environ[name]
                 if (given := before[name]) is not None:
                     os.environ[name] = given
+
+
+@contextlib.contextmanager
+def gloo_outlives_modules() -> Iterator[None]:
+    """Keep the gloo backends of groups that the function destroys until its frames are freed.
+
+    `DistributedDataParallel` refers to its group in C++. If it is freed after `destroy_process_group`, as at the return
+    of a training function, it ends the group with the interpreter lock held: it waits for the group's threads, and one
+    of them may be waiting for that lock, to release the last operation (torch 2.13 and before). References of Python
+    end a backend without the lock. Torch must be loaded, or nothing is changed; groups other than the default one end
+    with it, or as torch has it.
+    """
+    groups = _groups_module()
+    backend_type = getattr(groups, "ProcessGroupGloo", None)
+    original = getattr(groups, "_update_default_pg", None)
+    if groups is None or backend_type is None or original is None:
+        yield
+        return
+    kept: list[Any] = []
+
+    def update(group: Any) -> Any:
+        if group is None:
+            kept.extend(_gloo_backends(groups, backend_type))
+        return original(group)
+
+    groups._update_default_pg = update
+    try:
+        yield
+    finally:
+        if groups._update_default_pg is update:  # a later change of other code stays
+            groups._update_default_pg = original
+        kept.clear()
 
 
 def discard_process_groups(timeout: float = 5.0) -> None:
@@ -108,6 +146,16 @@ def destroy_groups(timeout: float) -> None:
 def _groups_module() -> Any:
     """Return torch.distributed.distributed_c10d if it is loaded."""
     return sys.modules.get("torch.distributed.distributed_c10d")
+
+
+def _gloo_backends(groups: Any, gloo: type) -> list[Any]:
+    cpu = sys.modules["torch"].device("cpu")
+    found = []
+    for group in list(groups._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # none for this device
+            backend = group._get_backend(cpu)
+            found.append(getattr(backend, "wrapped_pg", backend))  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return [backend for backend in found if isinstance(backend, gloo)]
 
 
 def _nccl_aborts() -> list[tuple[str, Callable[[], Any]]]:

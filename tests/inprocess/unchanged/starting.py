@@ -63,16 +63,17 @@ class Ended:
         }
         if struck != {(int(call), int(rank), kind) for call, rank, _, kind in planned}:
             found.append(f"faults that happened: {struck}")
-        # The replacement of a lost rank, which waits for the next restart, may see the end of the job without a call.
+        # The replacement of a lost rank trains if it was ready for a restart; else it sees the end of the job.
         done = [[line for line in lines if line["call"] >= 0] for lines in self.lines("done")]
         weights = {line["weights"] for lines in done for line in lines}
-        if [rank for rank, lines in enumerate(done) if lines] != left or len(weights) != 1:
+        ended = {rank for rank, lines in enumerate(done) if lines}
+        if not set(left) <= ended <= {*left, *lost} or len(weights) != 1:
             found.append(f"not the same weights at the end on ranks {left}: {self.lines('done')}")
         by_size: dict[str, set[str]] = {}
         for begins, firsts in zip(self.lines("begin"), self.lines("first step"), strict=True):
-            sizes = {line["call"]: line["WORLD_SIZE"] for line in begins}
+            sizes = {(line["pid"], line["call"]): line["WORLD_SIZE"] for line in begins}
             for line in firsts:
-                by_size.setdefault(sizes[line["call"]], set()).add(line["weights"])
+                by_size.setdefault(sizes[line["pid"], line["call"]], set()).add(line["weights"])
         if any(len(digests) != 1 for digests in by_size.values()):
             found.append(f"each restart must train as the first call did, and did not: {by_size}")
         return [*found, self.output] if found else []

@@ -20,9 +20,9 @@ def run_library(library: str, way: Way, folder: Path, ranks: int, faults: str, l
         pytest.skip(f"{library} is not installed; the extra `frameworks` has it")
     ended = run_program(PROGRAM_OF[library], way, folder, ranks=ranks, faults=faults, lost=lost, timeout=180)
     for begins, seen in zip(ended.lines("begin"), ended.lines("ranks"), strict=True):
-        numbers = {line["call"]: (line["RANK"], line["WORLD_SIZE"]) for line in begins}
+        numbers = {(line["pid"], line["call"]): (line["RANK"], line["WORLD_SIZE"]) for line in begins}
         for line in seen:
-            assert numbers[line["call"]] == (str(line["rank"]), str(line["world_size"])), ended.output
+            assert numbers[line["pid"], line["call"]] == (str(line["rank"]), str(line["world_size"])), ended.output
 
 
 def test_accelerate_after_rank_0_is_killed(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ _calls = -1
 
 def note(event: str, **values: Any) -> None:
     """Append a line to the journal of this process."""
-    line = json.dumps({"event": event, "call": _calls, **values}) + "\n"
+    line = json.dumps({"event": event, "pid": os.getpid(), "call": _calls, **values}) + "\n"
     with open(_FOLDER / f"journal_{PROCESS}.jsonl", "a") as file:
         file.write(line)
 
@@ -43,7 +43,7 @@ def begin(**values: Any) -> None:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     note("begin", **{name: os.environ.get(name) for name in names}, **values)
     process, _, planned = os.environ.get("TEST_FAULT_AT", "").partition(":")
-    if _calls == 0 and process == str(PROCESS):
+    if _calls == 0 and process == str(PROCESS) and _is_first(planned):
         seconds, kind = planned.split(":")
         strike_at(float(seconds), kind)
 
@@ -55,7 +55,7 @@ def strike(step: int) -> None:
     """
     for fault in os.environ.get("TEST_FAULTS", "").split():
         *place, kind = fault.split(":")
-        if place != [str(_calls), str(PROCESS), str(step)]:
+        if place != [str(_calls), str(PROCESS), str(step)] or not _is_first(fault):
             continue
         note("fault", kind=kind)
         if kind == "exception":
@@ -63,6 +63,18 @@ def strike(step: int) -> None:
         if kind == "hang":
             time.sleep(600)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_first(fault: str) -> bool:
+    """Return whether no process had this fault before.
+
+    The replacement of a process that died of it has the same number, and a call 0, too.
+    """
+    try:
+        (_FOLDER / f"struck_{fault.replace(':', '_')}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def strike_at(seconds: float, kind: str) -> None:
