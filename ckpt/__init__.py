@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ckpt.mirroring.options import Mirror
     from ckpt.observing import Observation, observe
     from ckpt.options import FailedSaves, Snapshots, Staging
+    from ckpt.pace import Budget, Continuous, Optimal, Pace, Seconds, Steps
     from ckpt.planning.given_leaves import Leaves
     from ckpt.planning.state_dict import PerRank, RngState
     from ckpt.preemption import PreemptionWatcher
@@ -65,6 +66,7 @@ __all__ = [
     "AsyncCallsQueue",
     "AsyncRequest",
     "Best",
+    "Budget",
     "Checkpoint",
     "CheckpointCorruptError",
     "CheckpointError",
@@ -74,6 +76,7 @@ __all__ = [
     "CheckpointUnreachableError",
     "Checkpointer",
     "Compression",
+    "Continuous",
     "ConversionError",
     "DistributedAsyncCaller",
     "ExportOptions",
@@ -88,6 +91,8 @@ __all__ = [
     "Leaves",
     "Mirror",
     "Observation",
+    "Optimal",
+    "Pace",
     "PerRank",
     "Pinned",
     "PreemptionWatcher",
@@ -95,9 +100,11 @@ __all__ = [
     "RemoteTraceback",
     "RngState",
     "SaveAbandonedError",
+    "Seconds",
     "SmallFiles",
     "Snapshots",
     "Staging",
+    "Steps",
     "StateError",
     "StateMismatchError",
     "StorageError",
@@ -127,6 +134,7 @@ _LAZY = {
     "Compression": "ckpt.storage.compression",
     "ExportOptions": "ckpt.exporting.options",
     "export": "ckpt.exporting.export",
+    **dict.fromkeys(("Budget", "Continuous", "Optimal", "Pace", "Seconds", "Steps"), "ckpt.pace"),
     **dict.fromkeys(("Best", "Every", "EverySeconds", "Keep", "Latest", "Pinned"), "ckpt.saving.retention"),
     "Mirror": "ckpt.mirroring.options",
     "Observation": "ckpt.observing",

@@ -31,6 +31,7 @@ from ckpt.loading.unkept import unkept_containers
 from ckpt.mirroring.options import Mirror
 from ckpt.native import warn_if_portable
 from ckpt.options import FailedSaves, Snapshots, Staging
+from ckpt.pace import Pace, pace_of
 from ckpt.saving.recover import Branch
 from ckpt.saving.retention import Keep, keep_policy
 from ckpt.storage.names import SaveId
@@ -62,7 +63,7 @@ class Checkpointer(Uncopied):
         root: str | os.PathLike[str],
         *,
         keep: Keep | int | None = None,
-        save_every: int | None = None,
+        save_every: Pace | int | None = None,
         snapshots: Snapshots | int | None = None,
         mirror: Mirror | str | os.PathLike[str] | None = None,
         node_local: str | os.PathLike[str] | None = None,
@@ -87,13 +88,12 @@ class Checkpointer(Uncopied):
         save is finalized on rank 0, the other steps are gone; the writers delete their files afterwards, between the
         saves.
 
-        With `save_every` and `snapshots` the method `step` saves the steps that are multiples of `save_every`, and
-        holds others in memory: ``snapshots=10``, or a `Snapshots` with replicas on other nodes, or memory that outlives
-        the processes. What is saved is held in memory, too.
+        With `save_every` and `snapshots` the method `step` saves the multiples of `save_every`, or what a policy says,
+        such as ``ckpt.Optimal()`` (see `ckpt.pace`), and holds others in memory: ``snapshots=10``, or a `Snapshots`
+        with replicas on other nodes, or memory that outlives the processes. What is saved is held in memory, too.
 
-        `mirror`: a process of each rank, of the lowest priority, copies published steps to a second root, and `restore`
-        looks there, too: a directory, a URL, or a `Mirror` with options. `all_steps`, `latest_step`, `delete` and `pin`
-        are about the first root only. See docs/mirrors.md.
+        `mirror`, a directory, a URL, or a `Mirror` with options: a process of each rank, of the lowest priority, copies
+        published steps there, and `restore` looks there, too; `all_steps` and `pin` do not. See docs/mirrors.md.
 
         `node_local`: a directory on the disks of each node, for what only one rank has, nearly all of a sharded state;
         the root, which all ranks see, has the rest, and decides what is published. Needs a `mirror`: from there comes
@@ -104,12 +104,11 @@ class Checkpointer(Uncopied):
         of low priority. At most one runs; while it does, the newest step that is due waits, and replaces an older one.
         What fails is logged and never raised. `close` waits for exports, at most `timeout`.
 
-        `staging`: the memory and the files of a save, see `Staging`. `timeout`, a timedelta or seconds, bounds every
-        wait for other ranks, for a free slot, and for an earlier run's writers. `process_group` spans all ranks of the
-        job (default: the default group). A `queue` that is given is shared: `close` leaves it open.
+        `staging`: the memory and the files of a save. `timeout`, a timedelta or seconds, bounds every wait for other
+        ranks, for a free slot, and for an earlier run's writers. `process_group` spans all ranks (default: the default
+        group). A `queue` that is given is shared: `close` leaves it open.
 
-        With `read_only` nothing is ever written to the root, and no save is possible: for evaluation beside a training
-        job, or without write permission.
+        With `read_only` nothing is ever written to the root: for evaluation, or without write permission.
 
         `on_failed_save`: "raise" raises the error of a failed save on all ranks. With "warn" it is logged, and training
         and the next save go on: until saves have failed for six hours, or as a `FailedSaves` says. See `failed_steps`.
@@ -117,7 +116,7 @@ class Checkpointer(Uncopied):
         warn_if_portable()
         settings = CheckpointerSettings(
             keep=keep_policy(keep),
-            save_every=save_every,
+            save_every=pace_of("save_every", save_every),
             snapshots=Snapshots.of(snapshots),
             mirror=Mirror.of(mirror),
             node_local=node_local_path(node_local),
@@ -131,10 +130,10 @@ class Checkpointer(Uncopied):
             on_failed_save=FailedSaves.of(on_failed_save),
         )
         self._parts = Parts.of(root, settings)
-        self._schedule = Schedule(settings)
         self._phases = Phases(self._parts.saver.timers)
         self._closing = Closing(self._parts)
-        self._restores = Restores(self._parts)
+        self._schedule = Schedule(settings, self._parts.ranks, lambda: self._parts.saver.in_flight)
+        self._restores = Restores(self._parts, self._schedule.restored)
         self._bridge = RestartBridge(self._parts, self._restores, self._closing, self._phases)
         self._finalized: list[int] = []  # steps that `maybe_finalize` has not returned yet
 
@@ -169,7 +168,8 @@ class Checkpointer(Uncopied):
         self._schedule.note_save()
         with self._phases("ckpt.stage"):
             due = self._parts.mirror is not None and self._parts.mirror.is_next_due(self._parts.saver.in_flight)
-            request, save = self._parts.saver.request(state, step, begin, metrics, mirror=due)
+            pace = self._schedule.measured
+            request, save = self._parts.saver.request(state, step, begin, metrics, mirror=due, pace=pace)
         branch = self._restores.branch
         if self._parts.mirror is not None:
             self._parts.mirror.begun(save, due)
@@ -212,15 +212,15 @@ class Checkpointer(Uncopied):
     def step(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> list[int]:
         """Do what is due after a training step, and return the steps of the saves that are finalized now.
 
-        A step that is a multiple of `save_every` is saved, with `metrics`, as by `async_save`; another one that is a
-        multiple of `Snapshots.every` is kept in memory, as by `snapshot`. A save is a snapshot, too. Then does what
-        `maybe_finalize` does. Raises what these raise; ValueError if no step is ever due.
+        What `save_every` says is saved, with `metrics`, as by `async_save`; what `Snapshots.every` says is kept in
+        memory, as by `snapshot`. A save is a snapshot, too. Then does what `maybe_finalize` does. Raises what these
+        raise; ValueError if no step is ever due.
         """
-        due = self._schedule.due(step)
-        if due == "save":
-            self.async_save(state, step, metrics=metrics)
-        elif due == "snapshot":
-            self.snapshot(state, step)
+        with self._schedule.due(step) as due:
+            if due == "save":
+                self.async_save(state, step, metrics=metrics)
+            elif due == "snapshot":
+                self.snapshot(state, step)
         return self.maybe_finalize()
 
     def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:

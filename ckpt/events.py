@@ -5,7 +5,7 @@
     snapshot   SnapshotStaged; SnapshotReplicated or SnapshotNotReplicated
     restore    Restored or RestoreFailed
     restart    Restarted, after Restored
-    others     SectionLate, Retained, ExportDone, ExportFailed, MirrorDone, MirrorFailed
+    others     SectionLate, PaceChanged, Retained, ExportDone, ExportFailed, MirrorDone, MirrorFailed
     sinks      EventsDropped, for one that was too slow
 
 Every save that has a SaveStarted gets exactly one SavePublished or SaveAbandoned on the same rank, unless the process
@@ -29,6 +29,7 @@ __all__ = [
     "ExportFailed",
     "MirrorDone",
     "MirrorFailed",
+    "PaceChanged",
     "Restarted",
     "Restored",
     "RestoreFailed",
@@ -243,6 +244,24 @@ class SectionLate(Event):
 
     name: str
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PaceChanged(Event):
+    """The interval between saves that a policy of `save_every` wants has changed by a quarter. Of rank 0.
+
+    policy: the policy, such as "Optimal(mtbf=None)"
+    interval_s: seconds from the begin of a save to the next
+    cost_s: seconds of training that a save takes, as measured
+    mtbf_s: estimated seconds between faults
+    faults: those that were counted
+    """
+
+    policy: str
+    interval_s: float
+    cost_s: float
+    mtbf_s: float
+    faults: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from ckpt.arguments import check_choice, check_flag, check_number, duration, in_seconds, whole_number
+from ckpt.pace import Pace, pace_of
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.replication.limiter import MIN_BANDWIDTH
 from ckpt.storage.compression import MAX_FRAME_BYTES, Compression
@@ -26,8 +27,8 @@ _GRID = GridOptions()
 class Snapshots:
     """Steps that are held in memory, so that a restart restores them: ``Checkpointer(root, snapshots=Snapshots(1))``.
 
-    every: `Checkpointer.step` keeps the steps that are multiples of this; None: only `Checkpointer.snapshot` makes
-        snapshots. What is saved is held in memory, too
+    every: `Checkpointer.step` keeps the steps that are multiples of this, or those that a policy says, such as
+        ``ckpt.Budget(0.005)``; None: only `Checkpointer.snapshot` makes snapshots. What is saved is held in memory, too
     replicas: 1 has each rank's share of snapshots sent to a rank on another node, beside training, so that `restore`
         finds them when a node is lost
     bandwidth: of replicas: each rank sends at most so many bytes per second; None: no limit
@@ -42,7 +43,7 @@ class Snapshots:
     See docs/snapshots.md. TypeError or ValueError for an option of another type or out of range.
     """
 
-    every: int | None = None
+    every: Pace | int | None = None
     _: KW_ONLY
     replicas: Literal[0, 1] = 0
     bandwidth: float | None = None
@@ -52,8 +53,7 @@ class Snapshots:
     linger_id: str | None = None
 
     def __post_init__(self) -> None:
-        if self.every is not None:
-            whole_number("Snapshots: every", self.every, unit="steps")
+        pace_of("Snapshots: every", self.every)
         check_choice("Snapshots: replicas", self.replicas, (0, 1))
         of_replicas = {"bandwidth": self.bandwidth, "host": self.host, "place": self.place}
         if not self.replicas and (given := [name for name, value in of_replicas.items() if value is not None]):
@@ -74,13 +74,18 @@ class Snapshots:
         elif self.linger_id is not None:
             raise ValueError("Snapshots: linger_id has a meaning only with linger, which says how long memory is kept")
 
+    @property
+    def pace(self) -> Pace | None:
+        """`every` as a policy."""
+        return pace_of("Snapshots: every", self.every)
+
     @classmethod
     def of(cls, given: Any) -> Snapshots | None:
-        """Return the argument `snapshots` of a `Checkpointer`: a whole number stands for `every`."""
+        """Return the argument `snapshots` of a `Checkpointer`: a whole number, or a policy, stands for `every`."""
         if given is None or isinstance(given, cls):
             return given
-        if type(given) is int:
-            whole_number("snapshots", given, unit="steps")
+        if type(given) is int or isinstance(given, Pace):
+            pace_of("snapshots", given)
             return cls(given)
         raise TypeError(
             "snapshots must be a number of steps, such as 10, or ckpt.Snapshots(every=10, ...), not "

@@ -15,7 +15,7 @@ import ckpt
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Unit of ckpt (module or subpackage) -> the units it may import besides itself.
-FOUNDATION = {"arguments", "errors", "events", "observing", "ranks", "version"}
+FOUNDATION = {"arguments", "errors", "events", "observing", "pace", "ranks", "version"}
 BASE = FOUNDATION | {"collection", "native", "paths", "progress", "values"}
 SIBLINGS = {"planning", "storage", "staging"}
 PIPELINES = {"saving", "loading"}
@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "replication": {"errors", "keeper", "native"},  # it moves bytes, and knows nothing of checkpoints
     **dict.fromkeys(SIBLINGS, BASE),
     "planning": BASE | {"storage"},  # what lies where is a matter of the format
-    "options": {"arguments", "planning", "replication", "storage"},  # the defaults and limits of what they set
+    "pace": {"arguments"},
+    "options": {"arguments", "pace", "planning", "replication", "storage"},  # the defaults and limits of what they set
     "saving": BASE | SIBLINGS | {"async_calls", "keeper", "options", "replication"},
     "loading": BASE | SIBLINGS,
     "validation": BASE | SIBLINGS | {"loading"},
@@ -46,7 +47,10 @@ ALLOWED: dict[str, set[str]] = {
     "exporting": BASE | SIBLINGS | {"async_calls", "formats", "keeper", "loading"},
     "mirroring": BASE | SIBLINGS | PIPELINES | {"async_calls", "keeper", "validation"},
     "engine": BASE | SIBLINGS | {"async_calls", "exporting", "keeper", "mirroring", "options"} | PIPELINES,
-    "checkpointer": BASE | SIBLINGS | {"async_calls", "engine", "exporting", "mirroring", "options"} | PIPELINES,
+    "checkpointer": BASE
+    | SIBLINGS
+    | {"async_calls", "engine", "exporting", "mirroring", "options", "pace"}
+    | PIPELINES,
     "restart": BASE | SIBLINGS | {"async_calls", "checkpointer", "validation"} | PIPELINES,
 }
 ALLOWED["sinks"] = {"events", "observing"}  # they know of nothing else

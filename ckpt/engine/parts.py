@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt.arguments import check_flag, check_mapping, in_seconds, whole_number
+from ckpt.arguments import check_flag, check_mapping, in_seconds
 from ckpt.async_calls import AsyncCallsQueue
 from ckpt.errors import CheckpointError
 from ckpt.exporting.background import BackgroundExports
@@ -19,6 +19,7 @@ from ckpt.loading.restore import Tiers
 from ckpt.mirroring.background import BackgroundMirror
 from ckpt.mirroring.options import Mirror
 from ckpt.options import FailedSaves, Snapshots, Staging
+from ckpt.pace import Pace
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.ranks.collectives import Ranks
 from ckpt.saving.retention import Keep, Retention
@@ -53,7 +54,7 @@ class CheckpointerSettings:
     """The options of a `Checkpointer`, as `Parts.of` takes them. TypeError or ValueError for those that are invalid."""
 
     keep: Keep | None
-    save_every: int | None
+    save_every: Pace | None
     snapshots: Snapshots | None
     mirror: Mirror | None
     node_local: str | None
@@ -68,8 +69,6 @@ class CheckpointerSettings:
 
     def __post_init__(self) -> None:
         check_flag("read_only", self.read_only)
-        if self.save_every is not None:
-            whole_number("save_every", self.save_every, unit="steps")
         for name, value, kind, example in (
             ("export", self.export, ExportOptions, "ckpt.ExportOptions(directory, every=1000)"),
             ("queue", self.queue, AsyncCallsQueue, "a ckpt.AsyncCallsQueue"),

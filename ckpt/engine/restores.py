@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt.arguments import check_name
@@ -38,8 +39,9 @@ _log = logging.getLogger("ckpt")
 class Restores:
     """Restores states, and knows the position in the history of the job. For the thread that trains."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, restored: Callable[[Mapping[str, Any] | None], None]) -> None:
         self._parts = parts
+        self._restored = restored  # the schedule begins anew
         self._saver = parts.saver
         self._timeout_s = parts.settings.timeout_s
         self.registered: dict[str, Any] = {}  # what is restored after a fault
@@ -153,6 +155,7 @@ class Restores:
     def note(self, report: RestoreReport | None) -> None:
         """Note what was restored last; None for nothing."""
         self.last = report
+        self._restored(None if report is None else report.pace)
         if report is not None:
             report_step(report.step)
         self.current_step = None if report is None or report.in_memory else report.step

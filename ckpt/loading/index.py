@@ -235,6 +235,8 @@ def checked_summary(summary: dict[str, Any], where: str) -> dict[str, Any]:
     for name in ("save", "plan", *(("run",) if "run" in summary else ())):
         if type(summary[name]) is not str:
             raise ValueError(f"{name} is {summary[name]!r:.80}, not a string")
+    if not isinstance(summary.get("pace", {}), dict):
+        raise ValueError(f"pace is {summary['pace']!r:.80}, not an object")
     before = summary["continues"]
     if before is not None:
         whole_number(before["step"])

@@ -68,7 +68,8 @@ class RestoreReport:
     storage failed, or whose files are on other nodes. Of plain dicts and lists, `added` are the names of items
     that they have got, `removed` of those that they have lost. `left` are the published saves
     that training has left: newer ones than this, which do not count for this job from now on. `run` is the name that
-    `Checkpointer.start_over` gave to the run that the step is of; None if it gave none.
+    `Checkpointer.start_over` gave to the run that the step is of; None if it gave none. `pace` is what the job had
+    measured of its saves by then, if a policy of `save_every` needs that.
     """
 
     step: int
@@ -86,6 +87,7 @@ class RestoreReport:
     lingering: bool = False
     left: tuple[str, ...] = field(default=(), repr=False)
     run: str | None = None
+    pace: Mapping[str, Any] | None = field(default=None, repr=False)
     restored_paths: tuple[Path, ...] = field(default=(), repr=False)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -183,8 +185,8 @@ def restore_step(
             attempt.finish()
     warn_of_lost(attempt.lost, step)
     summary = attempt.index.summary
-    report = replace(attempt.report, save=str(summary["save"]), run=summary.get("run"), mirror_files=hold.mirror_files)
-    return replace(report, seconds=time.perf_counter() - begin)
+    report = replace(attempt.report, save=str(summary["save"]), run=summary.get("run"), pace=summary.get("pace"))
+    return replace(report, mirror_files=hold.mirror_files, seconds=time.perf_counter() - begin)
 
 
 class _Attempt:

@@ -26,7 +26,7 @@ class Lineage:
     """What the coordinator records of a save: `restart` is None outside of the in-process wrapper.
 
     `mirror`: the step is due for the mirror. Rank 0 decides that, once for all ranks, which read it from here. `run`:
-    the name that `Checkpointer.start_over` gave to the run.
+    the name that `Checkpointer.start_over` gave to the run. `pace`: what was measured, for a policy of `save_every`.
     """
 
     restart: int | None = None
@@ -34,12 +34,13 @@ class Lineage:
     versions: Mapping[str, str] = field(default_factory=dict)
     mirror: bool = False
     run: str | None = None
+    pace: Mapping[str, Any] | None = None
 
     def to_document(self) -> dict[str, Any]:
         """Return the members of the intent, and of the summary, of the step."""
         document = {"restart": self.restart, "metrics": self.metrics, "versions": self.versions}
-        run = {} if self.run is None else {"run": self.run}
-        return document | ({"mirror": True} if self.mirror else {}) | run
+        known = {name: value for name, value in (("run", self.run), ("pace", self.pace)) if value is not None}
+        return document | ({"mirror": True} if self.mirror else {}) | known
 
 
 def own_versions() -> dict[str, str]:

@@ -30,7 +30,7 @@ __all__ = ["PartFile", "merged", "publish"]
 
 
 _OF_INTENT = ("format", "save", "step", "owner", "continues", "restart", "metrics", "versions", "world_size", "plan")
-_WHERE_KNOWN = ("mirror", "run")
+_WHERE_KNOWN = ("mirror", "pace", "run")
 
 _READERS, _READ_AHEAD = 16, 512
 

@@ -181,10 +181,11 @@ class Saver:
         metrics: Mapping[str, Any] | None = None,
         *,
         mirror: bool = False,
+        pace: Mapping[str, Any] | None = None,
     ) -> tuple[AsyncRequest, SaveId]:
         """Stage `state`; return the request that writes it, and the save. See `Checkpointer.save_request`.
 
-        `mirror`: the step is due for the mirror, as far as rank 0 says.
+        `mirror` (the step is due for it) and `pace` are for its `Lineage`: those of rank 0 count.
         """
         check_step(step, "async_save")
         self.scheduled.note_thread()
@@ -194,7 +195,8 @@ class Saver:
         observed = ObservedSave(step, self._ranks.rank, time.perf_counter() - begin, self._observed)
         try:
             prepared = self._prepared(state, self.root_claim)
-            about = checked_metrics(metrics, self._not_finite), self._versions, mirror, self.root_claim.run
+            run = self.root_claim.run
+            about = checked_metrics(metrics, self._not_finite), self._versions, mirror, run, pace
             lineage = Lineage(current_restart_index(), *about)
             save = self._plans.save_id()
             assert save is not None

@@ -17,6 +17,7 @@ from ckpt.events import (
     ExportFailed,
     MirrorDone,
     MirrorFailed,
+    PaceChanged,
     Restarted,
     Restored,
     RestoreFailed,
@@ -99,6 +100,11 @@ _RESTART = Metric(
     "restart.duration", "histogram", "From a fault until the state was restored.", "s", buckets=_RESTORE_S
 )
 _LATE = Metric("sections_late", "counter", "Saves whose writer was killed as it was over its limit.")
+_INTERVAL = Metric(
+    "save.interval", "gauge", "From the begin of a save to the next, as the policy chooses.", "s", from_start="no rank"
+)
+_COST = Metric("save.cost", "gauge", "Training time that a save takes, as measured.", "s", from_start="no rank")
+_MTBF = Metric("mtbf", "gauge", "The time between faults, as estimated.", "s", from_start="no rank")
 _KEPT = Metric("steps_kept", "gauge", "Published steps after the last removal.", from_start="no rank")
 _REMOVED = Metric("steps_removed", "counter", "Steps that were removed after a save.", from_start="the exporting rank")
 _EXPORTS = Metric(
@@ -170,6 +176,10 @@ class RankCounts:
                 yield Sample(_RESTART, event.seconds)
             case SectionLate():
                 yield Sample(_LATE, 1)
+            case PaceChanged():
+                yield Sample(_INTERVAL, event.interval_s)
+                yield Sample(_COST, event.cost_s)
+                yield Sample(_MTBF, event.mtbf_s)
             case Retained():
                 yield Sample(_KEPT, event.kept)
                 yield Sample(_REMOVED, len(event.removed))

@@ -93,7 +93,7 @@ def test_a_schedule_without_step_has_no_effect(tmp_path: Path, caplog: pytest.Lo
         assert "has no effect" not in caplog.text
         for step in (7, 8, 9):
             save_here(checkpointer, state, step)
-    assert caplog.text.count("save_every=2 has no effect") == 1
+    assert caplog.text.count("save_every=Steps(count=2) has no effect") == 1
 
 
 @pytest.mark.parametrize("empty", ["", " "])

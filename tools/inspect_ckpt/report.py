@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 
 from .findings import Limits, find
-from .goodput import PAUSES, Events, goodput, read_events
+from .goodput import PAUSES, Event, Events, goodput, read_events
 from .output import CannotReadError, Exit, Output, duration, size
 from .root import any_root
 from .sections import report_page
@@ -43,7 +43,10 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
         output.table(("", ">time", ">share"), [*times.rows(), ("in all", duration(times.wall_s), "")])
         if any(map(times.seconds, PAUSES)):
             output.line(f"goodput: {times.share}")
-        output.json(times.document())
+        chosen = next((event for event in reversed(events.events) if event["event"] == "PaceChanged"), None)
+        if chosen is not None:
+            output.line(_pace_line(chosen))
+        output.json(times.document() | ({} if chosen is None else {"pace": chosen}))
         return Exit.WHOLE
     if not os.path.isdir(os.path.dirname(os.path.abspath(arguments.file))):
         raise CannotReadError(f"cannot write {arguments.file}: there is no such directory")
@@ -62,6 +65,19 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
         }
     )
     return Exit.DAMAGED if any(health.state == "damaged" for health in found.health) else Exit.WHOLE
+
+
+def _pace_line(chosen: Event) -> str:
+    """Return what the interval costs that the policy of `save_every` has chosen last, and what a fault destroys."""
+    known = (chosen.get(name) for name in ("interval_s", "cost_s", "mtbf_s"))
+    interval_s, cost_s, mtbf_s = (
+        max(float(value), 1e-6) if isinstance(value, int | float) else 1e-6 for value in known
+    )
+    return (
+        f"saves: every {duration(interval_s)}, by {chosen.get('policy')}; each takes {duration(cost_s)} of training, "
+        f"{100 * cost_s / interval_s:.2f}%; a fault every {duration(mtbf_s)} destroys half an interval on average, "
+        f"{50 * interval_s / mtbf_s:.2f}%"
+    )
 
 
 def _number(text: str) -> int:

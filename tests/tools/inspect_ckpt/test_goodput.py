@@ -356,10 +356,15 @@ def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
 
 def test_the_command_prints_a_table_or_json(run: Commands, saved: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
+    chosen = {"policy": "Optimal(mtbf=None)", "interval_s": 120.0, "cost_s": 0.6, "mtbf_s": 3600.0, "faults": 2}
     lines = [event("SaveStarted", 10.0, step=1), staged(1, 12.0, 2.0), event("SavePublished", 20.0, step=1)]
+    lines.append(event("PaceChanged", 15.0, **chosen))
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = run("report", saved["two"], "--goodput", "--events", file)
     assert "80.0%" in text
+    assert "by Optimal(mtbf=None)" in text
+    assert "0.50%" in text  # of training goes into saves
+    assert "1.67%" in text  # is destroyed
     document = run.json("report", saved["two"], "--goodput", "--events", file)
     assert document["goodput"] == pytest.approx(0.8)
     assert document["saving_s"] == pytest.approx(2.0)
