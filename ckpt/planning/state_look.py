@@ -65,14 +65,13 @@ class StateLook:
     def _level(self, nodes: list[Any], paths: list[Path]) -> tuple[list[Any], list[Path]]:
         """Look at the items of the containers before, and return the items of those among them."""
         assert self.structure is not None
-        kinds = list(map(type, nodes))
-        different = set(kinds)
-        if PLAIN_TENSORS.issuperset(different):  # of most dicts all items
+        if PLAIN_TENSORS.issuperset(map(type, nodes)):  # of most dicts all items
             self.structure.append(len(nodes))
             self.tensors += nodes
             self.paths += paths
             return [], []
-        if len(different) == 1:
+        kinds = list(map(type, nodes))
+        if len(set(kinds)) == 1:
             return self._items(kinds[0], nodes, paths)
         # Which kind of tensor one is makes no difference.
         self.structure.append([torch.Tensor if kind in PLAIN_TENSORS else kind for kind in kinds])
