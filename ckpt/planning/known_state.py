@@ -55,7 +55,7 @@ class KnownStates:
         asked = _StateDicts()
         with without_collection(), torch.no_grad():
             known, self._known = self._known, None  # nothing, if this is interrupted
-            flat = None if known is None else known.again(StateLook(state, asked, named=False), asked)
+            flat = None if known is None else known.again(state, asked)
             if flat is not None:
                 self._known = known
                 return flat
@@ -156,8 +156,12 @@ class _Known:
             description,
         )
 
-    def again(self, look: StateLook, asked: _StateDicts) -> FlatState | None:
-        """Return the state of a later look, if its leaves are those that are known."""
+    def again(self, state: Any, asked: _StateDicts) -> FlatState | None:
+        """Return the flat form of a later state, if its leaves are those that are known."""
+        try:
+            look = StateLook(state, asked, named=False)
+        except CheckpointError:
+            return None  # an object could not be asked, which `flatten` raises with its path
         if look.structure is None or look.structure != self.structure:
             return None
         records = TensorRecords.of(look.tensors)

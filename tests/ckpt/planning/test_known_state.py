@@ -463,6 +463,21 @@ def test_an_object_is_asked_once_for_each_save() -> None:
             state["last"] = np.arange(number)
 
 
+def test_an_object_that_cannot_be_asked_any_more_is_named() -> None:
+    class Broken(_Application):
+        def state_dict(self) -> State:
+            if self.calls == 2:
+                raise ValueError("no state any more")
+            return super().state_dict()
+
+    state = {"outer": {"inner": Broken()}}
+    states = KnownStates()
+    states.flatten(state)
+    assert type(states.flatten(state)) is not FlatState
+    with pytest.raises(StateError, match=r"outer/inner: .*no state any more"):
+        states.flatten(state)
+
+
 def test_no_tensor_is_kept() -> None:
     """Memory that a program frees between two saves is free."""
     state = _training()
