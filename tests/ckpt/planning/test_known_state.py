@@ -403,6 +403,17 @@ def test_a_state_that_is_copied_for_each_save_is_recognised() -> None:
     assert flatten(copy).aliases == states.flatten(copy).aliases != {}
 
 
+def test_an_array_that_becomes_another_name_of_a_tensor_is_noticed() -> None:
+    """Arrays are not among what is known, and this one is of the same kind as the one before."""
+    state = {"model": {**_tensors(), "w": torch.zeros(3)}, "array": np.ones(3, np.float32)}
+    states = _known(state)
+    state["array"] = np.full(3, 2, np.float32)
+    assert _is_known(states, state)
+    state["array"] = state["model"]["w"].numpy()
+    assert not _is_known(states, state)
+    assert states.flatten(state).aliases
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     "make",
