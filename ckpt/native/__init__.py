@@ -26,10 +26,13 @@ __all__ = [
     "copy_runs",
     "crc32c",
     "crc32c_joined",
+    "describe_tensors",
     "read_checked",
     "warn_if_portable",
 ]
 
+_WORDS = 3 + 2 * 2  # for a matrix
+_NO_ROOM = -2
 _compiled = None if os.environ.get("CKPT_PORTABLE") == "1" else compiled.load()
 _engine: Any = portable if _compiled is None else _compiled
 
@@ -84,6 +87,29 @@ def crc32c(data: bytes | bytearray | memoryview, initial: int = 0) -> int:
 def crc32c_joined(first: int, second: int, second_bytes: int) -> int:
     """Return the checksum of data with the checksum `first` followed by `second_bytes` bytes with `second`."""
     return int(_engine.crc32c_joined(first, second, second_bytes))
+
+
+def describe_tensors(
+    tensors: np.ndarray[Any, np.dtype[np.uint64]],
+    getters: np.ndarray[Any, np.dtype[np.uint64]],
+    strided: int,
+) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], np.ndarray[Any, np.dtype[np.int64]]] | None:
+    """Return the addresses of the elements of tensors, and one array of their dtypes, devices, sizes and strides.
+
+    None if one of them has another layout than `strided`, and without the compiled functions. `tensors` are the
+    addresses of their implementations, `getters` those of functions of libtorch: see tensors.c. Keeps the interpreter's
+    lock.
+    """
+    if _engine is portable:
+        return None
+    addresses = np.empty(len(tensors), np.uint64)
+    room = np.empty(_WORDS * len(tensors), np.int64)
+    words = _NO_ROOM
+    while words == _NO_ROOM:
+        words = _engine.describe_tensors(tensors, getters, strided, addresses, room)
+        if words == _NO_ROOM:
+            room = np.empty(4 * len(room), np.int64)
+    return None if words < 0 else (addresses, room[:words])
 
 
 def read_checked(fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:

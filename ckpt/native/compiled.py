@@ -1,4 +1,7 @@
-"""The functions of `ckpt.native` in C (crc32c.c, moves.c), called without the global interpreter lock."""
+"""The functions of `ckpt.native` in C (crc32c.c, moves.c, tensors.c), called without the global interpreter lock.
+
+Only those of tensors.c, which are short, keep it.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,12 @@ class Compiled:
             function.restype, function.argtypes = result, arguments
         if library.ckpt_record_bytes() != RUN.itemsize << 8 | SEGMENT.itemsize:
             raise ImportError(f"{path} {_OLD}")
+        describe = getattr(ctypes.PyDLL(path), "ckpt_describe_tensors", None)
+        if describe is None:
+            raise ImportError(f"{path} {_OLD}")
+        describe.restype = ctypes.c_int64
+        describe.argtypes = [pointer, size, pointer, ctypes.c_int32, pointer, pointer, ctypes.c_int64]
+        self._describe = describe
         self._buffer = _Buffer()
 
     def choose(self, most: int) -> int:
@@ -86,6 +95,12 @@ class Compiled:
     def check_pieces(self, data: np.ndarray[Any, np.dtype[np.uint8]], start: int, segments: Array) -> bool:
         found = self._library.ckpt_check_pieces(_address(data), start, data.nbytes, _address(segments), len(segments))
         return int(found) == 0
+
+    def describe_tensors(self, tensors: Array, getters: Array, strided: int, addresses: Array, room: Array) -> int:
+        own, count = _address(tensors), len(tensors)
+        return int(
+            self._describe(own, count, _address(getters), strided, _address(addresses), _address(room), len(room))
+        )
 
 
 def _address(array: np.ndarray[Any, np.dtype[Any]]) -> int:

@@ -11,8 +11,8 @@ import operator
 import random
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, islice
 from typing import Any
@@ -23,8 +23,8 @@ import torch
 from ckpt.collection import without_collection
 from ckpt.errors import CheckpointError, StateError
 from ckpt.paths import Path, display
-from ckpt.planning.data_loaders import is_data_loader, loadable, storable
-from ckpt.planning.description import StateDescription
+from ckpt.planning.data_loaders import is_data_loader, storable
+from ckpt.planning.flat_state import Assign, DataLoaderOwner, FlatState, Owner, ValueLeaf
 from ckpt.planning.optimizer_classes import recorded_class
 from ckpt.planning.tensor_leaves import TensorLeaf, TensorLeaves
 from ckpt.planning.tensors import MetaTensorError, check_initialized, shares_elements, tensor_over
@@ -32,7 +32,21 @@ from ckpt.values.codec import UnencodableError, encode_value
 from ckpt.values.containers import Container
 from ckpt.values.registry import encoder_of, form_of
 
-__all__ = ["Assign", "FlatState", "Owner", "PerRank", "RngState", "TensorLeaf", "ValueLeaf", "flatten", "holds_tensors"]
+__all__ = [
+    "AskState",
+    "Assign",
+    "FlatState",
+    "Owner",
+    "PerRank",
+    "RngState",
+    "TensorLeaf",
+    "ValueLeaf",
+    "flatten",
+    "flatten_parts",
+    "holds_tensors",
+    "is_registered_value",
+    "state_dict_of",
+]
 
 
 @dataclass(slots=True)
@@ -94,94 +108,11 @@ class RngState:
 
 
 _MAX_NESTING = 100
+_NUMBERS = frozenset({int, float, bool})
 _SHOWN = 20
 
-Assign = Callable[[Any], None]
-"""Replaces a value in the state."""
-
-
-@dataclass(slots=True)
-class ValueLeaf:
-    """A leaf that is not a tensor, with its JSON form; `assign` is None if it cannot be replaced."""
-
-    value: Any
-    per_rank: bool
-    assign: Assign | None
-    encoded: Any
-
-
-@dataclass(slots=True)
-class Owner:
-    """A stateful object: `before` is the state dict that it returned, `state_dict` the one to load.
-
-    The leaves of `state_dict` are those of the flat state.
-    """
-
-    path: Path
-    stateful: Any
-    before: Any
-    state_dict: Any
-
-    def load(self, state_dict: Any) -> None:
-        """Have the object load a state dict. StateError if it raises."""
-        try:
-            self.stateful.load_state_dict(state_dict)
-        except Exception as error:
-            kind = type(self.stateful).__name__
-            raise StateError(f"{display(self.path)}: {kind}.load_state_dict failed: {error!r}") from error
-
-
-@dataclass(slots=True)
-class DataLoaderOwner(Owner):
-    """A data loader. `state_dict` is None unless the checkpoint has a state of this rank."""
-
-    def load(self, state_dict: Any) -> None:
-        """Have the loader load a state and start its iterator, if there is a state. StateError if it raises.
-
-        The iterator would otherwise start later, and draw from a random number generator that has been restored.
-        """
-        if state_dict is None:
-            return
-        try:
-            self.stateful.load_state_dict(loadable(state_dict))
-            self.stateful.state_dict()
-        except Exception as error:
-            kind = type(self.stateful).__name__
-            raise StateError(
-                f"{display(self.path)}: the {kind} does not continue from the checkpoint: {error!r}. It needs the "
-                "dataset, the sampler and the number of workers that it had when it was saved"
-            ) from error
-
-
-@dataclass(slots=True)
-class FlatState:
-    """The leaves of a state by path. `owners` are its stateful objects, innermost first.
-
-    `containers` are those that are not plain dicts, and whether each is per rank. `structure` is a text that changes,
-    on all ranks, when the leaves of any rank change: set it where those of other ranks can change alone, so that all
-    ranks plan anew together.
-    """
-
-    tensors: dict[Path, TensorLeaf] = field(default_factory=dict)
-    values: dict[Path, ValueLeaf] = field(default_factory=dict)
-    aliases: dict[Path, Path] = field(default_factory=dict)
-    containers: dict[Path, tuple[Container, bool]] = field(default_factory=dict)
-    owners: list[Owner] = field(default_factory=list)
-    structure: str = ""
-
-    def names(self) -> Iterator[Path]:
-        """Yield the paths of all leaves."""
-        return chain(self.tensors, self.values, self.aliases)
-
-    def describe(self) -> StateDescription:
-        """Return the description of the state."""
-        return StateDescription(
-            {path: leaf.spec for path, leaf in self.tensors.items()},
-            {path: leaf.per_rank for path, leaf in self.values.items()},
-            dict(self.aliases),
-            dict(self.containers),
-            structure=self.structure,
-        )
+AskState = Callable[[Path, Any], Any]
+"""Returns the state dict of the object at a path."""
 
 
 def flatten(
@@ -190,24 +121,35 @@ def flatten(
     expand: Callable[[Path, Any, Any, bool], Any] | None = None,
     adapt: Callable[[Path, Any, bool], Any] | None = None,
     reaches: Callable[[Path], bool] = lambda path: True,
+    ask: AskState | None = None,
 ) -> FlatState:
     """Name every leaf of `state`; the tensors alias the user's memory where possible.
 
     `expand(path, owner, state_dict, per_rank)` may return another state dict for a stateful object: a restore creates
     the missing tensors of a new optimizer. `adapt(path, container, per_rank)` may return another dict, list or deque to
     be walked in place of one that is in no stateful object. Items of the state that `reaches` is False of are not
-    looked at. A `FlatState`, whose leaves another part of the program has named, is returned as it is. Raises
+    looked at. `ask(path, stateful)` returns the state dict of an object: by default the one that it has now. A
+    `FlatState`, whose leaves another part of the program has named, is returned as it is. Raises
     StateError, naming the path, for a leaf that cannot be stored.
     """
     if isinstance(state, FlatState):
         return state
     flat = FlatState()
     with without_collection(), torch.no_grad():
-        _Walk(flat, expand, adapt, reaches).visit((), state, per_rank=False, assign=None)
+        _Walk(flat, expand, adapt, reaches, ask or state_dict_of).visit((), state, per_rank=False, assign=None)
     if () in flat.tensors or (() in flat.values and not isinstance(state, Mapping)):
         raise StateError(
             f"a state that is a single {type(state).__name__} cannot be restored in place; put it into a dict"
         )
+    return flat
+
+
+def flatten_parts(parts: Iterable[tuple[Path, Any]], ask: AskState) -> FlatState:
+    """Name the leaves of parts of a state, given with their paths, as `flatten` does."""
+    flat = FlatState()
+    walk = _Walk(flat, None, None, lambda path: True, ask)
+    for path, part in parts:
+        walk.visit(path, part, per_rank=False, assign=None)
     return flat
 
 
@@ -220,12 +162,16 @@ class _Walk:
         expand: Callable[[Path, Any, Any, bool], Any] | None,
         adapt: Callable[[Path, Any, bool], Any] | None,
         reaches: Callable[[Path], bool],
+        ask: AskState,
     ) -> None:
         self._flat = flat
         self._expand = expand
         self._adapt = adapt
         self._reaches = reaches
-        self._tensors = TensorLeaves(flat.tensors, flat.aliases, flat.containers)
+        self._ask = ask
+        tensors: dict[Path, TensorLeaf] = {}
+        flat.tensors = tensors
+        self._tensors = TensorLeaves(tensors, flat.aliases, flat.containers)
 
     def visit(self, path: Path, node: Any, per_rank: bool, assign: Assign | None) -> None:
         if not self._reaches(path):
@@ -234,7 +180,7 @@ class _Walk:
             raise StateError(
                 f"{display(path[:8])}/...: the state is nested deeper than {_MAX_NESTING}, or contains itself"
             )
-        if self._adapt is not None and isinstance(node, dict | list | deque) and not _is_registered_value(type(node)):
+        if self._adapt is not None and isinstance(node, dict | list | deque) and not is_registered_value(type(node)):
             node = self._adapt(path, node, per_rank)
         if isinstance(node, PerRank):
             self.visit(path, node.value, True, partial(setattr, node, "value"))
@@ -242,7 +188,7 @@ class _Walk:
             self._tensors.add(path, node, per_rank)
         elif isinstance(node, np.ndarray):
             self._array(path, node, per_rank)
-        elif _is_registered_value(type(node)):
+        elif is_registered_value(type(node)):
             self._value(path, node, per_rank, assign)
         elif isinstance(node, Mapping):
             self._record(path, node, per_rank)
@@ -290,7 +236,7 @@ class _Walk:
         """Take its state as one value of this rank. A restore does not ask for it, which would start workers."""
         owner = DataLoaderOwner(path, loader, None, None)
         if self._expand is None:
-            self._value(path, storable(path, _state_dict_of(path, loader)), True, None)
+            self._value(path, storable(path, self._ask(path, loader)), True, None)
         else:
             self._flat.values[path] = ValueLeaf(None, True, partial(setattr, owner, "state_dict"), None)
         self._flat.owners.append(owner)
@@ -299,7 +245,7 @@ class _Walk:
         if isinstance(stateful, torch.optim.Optimizer) and self._expand is not None:
             for number, parameter in enumerate(_parameters(stateful)):
                 check_initialized((*path, "state", number), parameter)
-        before = _state_dict_of(path, stateful)
+        before = self._ask(path, stateful)
         state_dict = before if self._expand is None else self._expand(path, stateful, before, per_rank)
         owner = Owner(path, stateful, before, state_dict)
         recorded = recorded_class(stateful, state_dict)
@@ -358,7 +304,7 @@ def _how_to_allocate(path: Path, stateful: Any, error: MetaTensorError) -> str:
     return text
 
 
-def _state_dict_of(path: Path, stateful: Any) -> Any:
+def state_dict_of(path: Path, stateful: Any) -> Any:
     """Return what `state_dict` returns. StateError, naming the path, if it raises."""
     try:
         return stateful.state_dict()
@@ -368,7 +314,7 @@ def _state_dict_of(path: Path, stateful: Any) -> Any:
         raise StateError(f"{display(path)}: {type(stateful).__name__}.state_dict failed: {error!r}") from error
 
 
-def _is_registered_value(kind: type[Any]) -> bool:
+def is_registered_value(kind: type[Any]) -> bool:
     """Return whether values of a type are made JSON by the program; a registered named tuple may hold tensors."""
     encoder = encoder_of(kind)
     return encoder is not None and encoder.to_json is not None
@@ -416,5 +362,7 @@ def holds_tensors(node: Any, depth: int = 0) -> bool:
     if isinstance(node, Mapping):
         return any(holds_tensors(item, depth + 1) for item in node.values())
     if isinstance(node, list | deque | tuple):
+        if _NUMBERS.issuperset(map(type, node)):  # such as those of the parameters of an optimizer
+            return False
         return any(holds_tensors(item, depth + 1) for item in node)
     return isinstance(node, torch.Tensor | np.ndarray | PerRank) or hasattr(node, "state_dict")

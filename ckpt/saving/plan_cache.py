@@ -26,9 +26,10 @@ from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription
 from ckpt.planning.exchange import Exchange
+from ckpt.planning.known_state import KnownStates
 from ckpt.planning.replicated_tensors import Kind, replica_kinds
 from ckpt.planning.save_plan import SavePlan, make_save_plan
-from ckpt.planning.state_dict import FlatState, flatten
+from ckpt.planning.state_dict import FlatState
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.failure import Failure
 from ckpt.saving.host_memory import LIMIT_BYTES, HostLimit, check_host_memory
@@ -114,6 +115,7 @@ class PlanCache:
         self._grid = grid
         self._limit = limit
         self._compression = compression
+        self._states = KnownStates()
         self._cached: CachedPlan | None = None
         self._former: CachedPlan | None = None  # of before the last fault
         self._begun: _BegunPlan | None = None
@@ -183,7 +185,7 @@ class PlanCache:
         self.finish()
         begins_session = self._session is None or (claims is not None and not self._session.owner)
         try:
-            flat = flatten(state)
+            flat = self._states.flatten(state)
         except Exception as error:
             if self._cached is None or begins_session:
                 self._ranks.outcomes(Failure.of(error, self._ranks.rank))
@@ -223,6 +225,7 @@ class PlanCache:
         """Forget the plan, as ranks may change: the next save is planned anew, unless all ranks are as before."""
         if self._begun is not None:
             self._begun.cancel()
+        self._states.forget()
         self._former = self._cached or self._former
         self._cached, self._begun = None, None
         self._session, self._former_nonce = None, b""  # a rank that replaces another has had no session

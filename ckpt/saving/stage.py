@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from ckpt.errors import CheckpointTimeoutError
-from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.state_dict import FlatState
 from ckpt.ranks.collectives import Ranks
@@ -164,15 +163,15 @@ class Stager:
         """
         plan = prepared.cached
         deadline, patience = Deadline(self._options.slot_timeout_s), Deadline(_PATIENCE_S)
+        has_waited = not self._arena.has_free()
         slot = self._arena.acquire(save.step, lambda: self._wait_for_slot(deadline, save, patience), deadline)
         try:
             waited = time.perf_counter()
             self._generation += 1
             Share(slot.region).clear()
-            tensors = {path: leaf.local for path, leaf in prepared.flat.tensors.items()}
-            stream = self._copy_stream.stream_for(tensors.values())
+            stream = self._copy_stream.stream_for(prepared.flat.outside_cpu())
             replicas = self._sample(prepared, save, slot, stream) if compared else None
-            staged = self._copy(plan.layout, prepared.flat, tensors, slot, stream)
+            staged = self._copy(plan.layout, prepared.flat, slot, stream, has_waited=has_waited)
             Share(slot.region).label(save.name, self._generation)
             done = time.perf_counter()
         except BaseException:
@@ -227,9 +226,10 @@ class Stager:
         self,
         layout: RankLayout,
         flat: FlatState,
-        tensors: dict[Path, torch.Tensor],
         slot: Slot,
         stream: torch.cuda.Stream | None,
+        *,
+        has_waited: bool,
     ) -> Staged:
         if slot.prepared_for is not layout:
             if slot.prepared_for is not None:  # new memory is zero
@@ -237,7 +237,9 @@ class Stager:
             slot.prepared_for = ()  # nothing, if this is interrupted
             layout.prepare(slot.region.buffer)
             slot.prepared_for = layout
-        staged = stage(layout.copies, tensors, slot.tensor, stream)
+        # While this waited for a slot, another thread may have replaced memory: the addresses are read again.
+        known = None if has_waited else flat.memory_of(layout.copies.table.paths)
+        staged = stage(layout.copies, flat.local_tensors(), slot.tensor, stream, known)
         flag = slot.tensor[self._flag_offset :][:8].view(torch.int64)
         if stream is None:
             flag.fill_(self._generation)

@@ -97,14 +97,19 @@ class Unstaged:
 
 
 def stage(
-    copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor, stream: torch.cuda.Stream | None
+    copies: Copies,
+    tensors: Mapping[Path, torch.Tensor],
+    slot: torch.Tensor,
+    stream: torch.cuda.Stream | None,
+    known: tuple[Array, Array, Array] | None = None,
 ) -> Staged:
     """Copy every box into the slot, which is uint8, 1-d.
 
-    With a `stream` the copies of CUDA tensors, all on its device, are queued there.
+    With a `stream` the copies of CUDA tensors, all on its device, are queued there. `known` are the addresses of the
+    tensors of the table of copies, whether each has its elements in C order, and whether it is on the CPU.
     """
     keep: list[torch.Tensor] = []
-    memory = _Memory.of(copies.table, tensors, None if stream is None else stream.device)
+    memory = _Memory.of(copies.table, tensors, None if stream is None else stream.device, known)
     if stream is None:
         copy_boxes(memory.others(copies), tensors, slot, keep, None)
         return Staged(None, None, [], _copy_runs_in(copies.table, memory, slot))
@@ -165,16 +170,14 @@ class _Memory:
     on_gpu: Array
 
     @classmethod
-    def of(cls, table: RunTable, tensors: Mapping[Path, torch.Tensor], gpu: torch.device | None) -> _Memory:
-        own = [tensors[path] for path in table.paths]
-
-        def each(method: Callable[[torch.Tensor], Any], dtype: Any = bool) -> Array:  # no Python code for each tensor
-            return np.fromiter(map(method, own), dtype, len(own))
-
-        tensor = torch.Tensor
-        plain = each(tensor.is_contiguous) & ~each(tensor.is_conj) & ~each(tensor.is_neg)  # as `is_plain`
-        on_cpu = each(attrgetter("is_cpu"))
-        addresses = each(tensor.data_ptr, np.uint64)
+    def of(
+        cls,
+        table: RunTable,
+        tensors: Mapping[Path, torch.Tensor],
+        gpu: torch.device | None,
+        known: tuple[Array, Array, Array] | None = None,
+    ) -> _Memory:
+        addresses, plain, on_cpu = _memory_of([tensors[path] for path in table.paths]) if known is None else known
         on_gpu = ~on_cpu if gpu is not None and can_copy_rows() else np.zeros_like(on_cpu)
         return cls(table.paths, addresses, plain & on_cpu, plain & on_gpu)
 
@@ -189,6 +192,17 @@ class _Memory:
             return ()
         unusable = {path for path, known in zip(self.paths, usable.tolist(), strict=True) if not known}
         return (op for op in copies.ops if op.flat is None or op.path in unusable)
+
+
+def _memory_of(tensors: list[torch.Tensor]) -> tuple[Array, Array, Array]:
+    """Return the addresses of tensors, which of them are as `is_plain` says, and which are on the CPU."""
+
+    def each(method: Callable[[torch.Tensor], Any], dtype: Any = bool) -> Array:  # no Python code for each tensor
+        return np.fromiter(map(method, tensors), dtype, len(tensors))
+
+    tensor = torch.Tensor
+    plain = each(tensor.is_contiguous) & ~each(tensor.is_conj) & ~each(tensor.is_neg)
+    return each(tensor.data_ptr, np.uint64), plain, each(attrgetter("is_cpu"))
 
 
 def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> frozenset[int]:

@@ -146,6 +146,8 @@ def _encode_container(value: Any, kind: type[Any], depth: int, inside_registered
         ]
 
     if kind is list:
+        if value and {int}.issuperset(map(type, value)) and min(value) >= -(2**63) and max(value) < 2**64:
+            return value.copy()  # such as the numbers of the parameters of an optimizer: its items are their own forms
         return items(value)
     if kind is tuple:
         return {"$": "tuple", "items": items(value)}

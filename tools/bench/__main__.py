@@ -39,6 +39,10 @@ KINDS = {
         "one save in detail: stall, time to durable, what it costs training, memory",
         "tools.bench.save",
     ),
+    "small": Kind(
+        "CPU that a save of many small tensors takes of training: in dicts, a module, an optimizer",
+        "tools.bench.small",
+    ),
     "snapshot": Kind(
         "snapshots: stall, what one before each step costs, and a restart from one; one rank and two",
         "tools.bench.snapshot",

@@ -7,10 +7,12 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckpt import native
+from ckpt.planning.tensor_records import TensorRecords
 
 LEVELS = {-1: "portable", 0: "any processor", 1: "128 bits", 2: "512 bits"}
 GUARD = 64  # bytes around a target that must stay as they are
@@ -356,3 +358,45 @@ def test_runs_must_be_what_the_library_takes() -> None:
     runs["continues"] = 1
     with pytest.raises(ValueError, match="first run"):
         native.copy_runs(runs)
+
+
+def _described(tensors: list[torch.Tensor]) -> tuple[list[int], list[int]] | None:
+    records = TensorRecords.of(tensors)
+    return None if records is None else (records.addresses.tolist(), records.described.tolist())
+
+
+def test_tensors_are_described_as_python_describes_them(level: int) -> None:
+    """Also those of so many dimensions that there is no room for them at first."""
+    matrix = torch.zeros(40, 60)
+    tensors = [
+        torch.zeros([1] * 40 + [2] * 8),
+        torch.zeros(()),
+        torch.zeros(0, 7),
+        matrix[3:, ::2].T,
+        matrix.view(torch.int32),
+        torch.nn.Parameter(matrix),
+    ]
+    found = _described(tensors)
+    if level == -1:
+        assert found is None
+        return
+    assert found is not None
+    addresses, words = found
+    assert addresses == [tensor.data_ptr() for tensor in tensors]
+    dtypes, devices = [], set()
+    for tensor in tensors:
+        dtype, device, *words = words
+        assert words[: 1 + 2 * tensor.dim()] == [tensor.dim(), *tensor.shape, *tensor.stride()]
+        words = words[1 + 2 * tensor.dim() :]
+        dtypes.append(dtype)
+        devices.add(device)
+    assert words == []
+    assert len(devices) == 1
+    assert dtypes[4] != dtypes[3] == dtypes[5]
+    assert _described([]) == ([], [])
+
+
+def test_tensors_that_are_not_strided_or_are_negated_are_not_described() -> None:
+    plain = torch.zeros(3)
+    for other in (torch.zeros(3).to_sparse(), torch._neg_view(plain), torch.tensor([1j]).conj().imag):
+        assert _described([plain, other, plain]) is None
