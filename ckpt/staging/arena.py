@@ -36,6 +36,7 @@ __all__ = ["Arena", "Slot", "SlotState"]
 
 _log = logging.getLogger("ckpt")
 _IDLE_ACQUISITIONS = 8  # a writer that is late once in a while gets the second slot each time anew with fewer
+_LABEL_BYTES = 4096
 _HURRY_S = 0.01  # between two looks whether another slot is free
 
 
@@ -68,14 +69,15 @@ class Slot:
         self.described_for: object = None
         self.region = SharedMemory.create(f"ckpt-slot-{number}", size)
         self.tensor = torch.frombuffer(self.region.buffer, dtype=torch.uint8)
-        self._pinned = False
+        self._is_for_gpu = False
         self._memory: Preparation | None = None  # None without memory
         self._clearing: JoinableThread | None = None
 
     def prepare(self, device: int | None) -> Preparation:
         """Make its memory ready, pinned for the GPU `device`; begun once, in the background."""
         if self._memory is None:
-            pin = None if device is None else lambda: self._register(device)
+            self._is_for_gpu = device is not None
+            pin = None if device is None else lambda: _register(self.tensor, device)
             self._memory = Preparation(self.region, pin, after=self._clearing)
         return self._memory
 
@@ -90,11 +92,20 @@ class Slot:
         return self._memory is not None and self._memory.is_over
 
     def give_back(self) -> None:
-        """Give its memory back, soon after this has returned; nothing if it is pinned. While it is free."""
-        if self.is_ready and not self._pinned:
-            self.step, self.prepared_for, self.described_for, self._memory = None, None, None, None
-            self._clearing = JoinableThread(self.region.clear, "ckpt-arena-clear")
-            self._clearing.start()
+        """Give its memory back, soon after this has returned; not that for a GPU. To be called while it is free."""
+        if self._memory is None or self._is_for_gpu:
+            return
+        memory, self._memory = self._memory, None
+        self.step, self.prepared_for, self.described_for = None, None, None
+        memory.stop()
+        self.tensor[-_LABEL_BYTES:].zero_()  # from now on it is no share of a save, see `ckpt/saving/share.py`
+
+        def clear() -> None:
+            memory.join()
+            self.region.clear()
+
+        self._clearing = JoinableThread(clear, "ckpt-arena-clear")
+        self._clearing.start()
 
     def release(self) -> None:
         """Make the slot free for the next save, or hold it if it is kept or pinned."""
@@ -126,17 +137,13 @@ class Slot:
         if self._memory is not None:
             self._memory.stop()
             self._memory.join()
+            if self._memory.is_pinned:
+                _unregister(self.tensor)
+            self._memory = None
         if self._clearing is not None:
             self._clearing.join()
-        if self._pinned:
-            _unregister(self.tensor)
-            self._pinned = False
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self.region.close()
-
-    def _register(self, device: int) -> None:
-        _register(self.tensor, device)
-        self._pinned = True
 
 
 class Arena:
@@ -188,7 +195,7 @@ class Arena:
                 self._close_outgrown()
                 ready = [slot for slot in self._free() if slot.is_ready]
                 if ready and (slot := self._checked(min(ready, key=self._order))) is not None:
-                    return self._taken(slot, step, len(ready))
+                    return self._taken(slot, step)
                 others_in_use = any(slot.state is not SlotState.FREE for slot in self._slots)
                 begun = self._preparing() if has_waited or not others_in_use else None
                 if begun is not None:
@@ -230,9 +237,10 @@ class Arena:
             return None
         return slot
 
-    def _taken(self, slot: Slot, step: int, ready: int) -> Slot:
+    def _taken(self, slot: Slot, step: int) -> Slot:
+        free = sum(each.is_prepared for each in self._free())
         self._acquired += 1
-        self._idle = self._idle + 1 if ready > 1 else 0
+        self._idle = self._idle + 1 if free > 1 else 0
         slot.state, slot.step, slot.used, slot.is_kept = SlotState.STAGING, step, self._acquired, False
         self._give_back()
         return slot
@@ -241,7 +249,7 @@ class Arena:
         """Give back the memory of free slots that the last saves have not needed, but what a restore may need."""
         if self._idle < _IDLE_ACQUISITIONS:
             return
-        idle = [slot for slot in self._free() if slot.is_ready and slot is not self._kept]
+        idle = [slot for slot in self._free() if slot.is_prepared and slot is not self._kept]
         for slot in idle[: sum(slot.is_prepared for slot in self._slots) - self._at_rest]:
             slot.give_back()
 

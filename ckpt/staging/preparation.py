@@ -40,6 +40,8 @@ class Preparation:
         self._helpers: list[JoinableThread] = []
         self._wanted = threading.Event()  # set while a save waits
         self._stopped = False
+        self.is_pinned = False
+        """Whether `pin` was called and has returned."""
         self._ready: Future[None] = Future()
         self._thread = JoinableThread(self._run, "ckpt-arena")
         self._thread.start()
@@ -117,6 +119,7 @@ class Preparation:
                 raise self._error
             if self._pin is not None and not self._stopped:
                 self._pin()
+                self.is_pinned = True
         except BaseException as error:
             self._ready.set_exception(error)
         else:

@@ -193,7 +193,8 @@ def test_a_slot_that_saves_do_not_need_gives_its_memory_back(leak_check: LeakChe
     with SharedMemory(os.dup(arena.slots[0].region.fd), SIZE, "as a neighbour", "0") as theirs:
         first, second = arena.acquire(1, no_wait), arena.acquire(2, nothing_freed)
         first.tensor.fill_(1)
-        first.release(), second.release()
+        first.release()
+        second.release()
         for step in range(3, 3 + arena_module._IDLE_ACQUISITIONS):
             assert with_memory(arena) == [0, 1]
             last = save(arena, step)
@@ -209,17 +210,46 @@ def test_a_slot_that_saves_do_not_need_gives_its_memory_back(leak_check: LeakChe
     arena.close()
 
 
-def test_a_slot_that_is_pinned_for_a_gpu_keeps_its_memory(leak_check: LeakCheck) -> None:
+def test_a_slot_that_is_not_needed_before_it_has_memory_gets_no_more(
+    monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    gate = Gate(monkeypatch, "ckpt-slot-1")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     arena = Arena(2, pin=False)
+    arena.resize(1 << 26)
+    first = arena.acquire(1, no_wait)
+
+    def written() -> None:
+        if gate.begun.is_set():
+            first.release()
+
+    arena.acquire(2, written).release()
+    for step in range(3, 3 + arena_module._IDLE_ACQUISITIONS):
+        save(arena, step)
+    blocks = gate.blocks
+    gate.open.set()
+    assert with_memory(arena) == [0]
+    assert gate.blocks == blocks + 1  # the one that had begun
+    arena.close()
+
+
+def test_a_slot_for_a_gpu_keeps_its_memory(monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(arena_module, "_register", lambda tensor, device: pinned.append(tensor.data_ptr()))
+    monkeypatch.setattr(arena_module, "_unregister", lambda tensor: pinned.remove(tensor.data_ptr()))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    arena = Arena(2, pin=True)
     arena.resize(SIZE)
     first, second = arena.acquire(1, no_wait), arena.acquire(2, nothing_freed)
-    first._pinned = True
-    first.release(), second.release()
+    for slot in (first, second):
+        slot.release()
     for step in range(3, 3 + 2 * arena_module._IDLE_ACQUISITIONS):
         save(arena, step)
-    assert 0 in with_memory(arena)
-    first._pinned = False
+    assert with_memory(arena) == [0, 1]
+    assert sorted(pinned) == sorted(slot.tensor.data_ptr() for slot in (first, second))
     arena.close()
+    assert not pinned
 
 
 def test_a_kept_slot_is_held_when_it_is_released(leak_check: LeakCheck) -> None:
