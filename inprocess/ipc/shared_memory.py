@@ -105,8 +105,8 @@ class SharedMemory:
         Other threads run meanwhile. OSError if the kernel refuses.
         """
         libc = ctypes.CDLL(None, use_errno=True)
-        nbytes = ctypes.c_int64(os.fstat(self.fd).st_size)
-        if libc.fallocate(self.fd, _FREE_PAGES, ctypes.c_int64(0), nbytes) != 0:
+        pages = -(-os.fstat(self.fd).st_size // mmap.PAGESIZE)
+        if libc.fallocate(self.fd, _FREE_PAGES, ctypes.c_int64(0), ctypes.c_int64(pages * mmap.PAGESIZE)) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"{os.strerror(number)} (shared memory {self.name!r}, {self.size} bytes)")
 
