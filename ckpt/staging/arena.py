@@ -79,6 +79,7 @@ class Slot:
             self._is_for_gpu = device is not None
             pin = None if device is None else lambda: _register(self.tensor, device)
             self._memory = Preparation(self.region, pin, after=self._clearing)
+        self._memory.begin()
         return self._memory
 
     @property
@@ -95,7 +96,7 @@ class Slot:
         """Give its memory back, soon after this has returned; not that for a GPU. To be called while it is free."""
         if self._memory is None or self._is_for_gpu:
             return
-        memory, self._memory = self._memory, None
+        memory = self._memory
         self.step, self.prepared_for, self.described_for = None, None, None
         memory.stop()
         self.tensor[-_LABEL_BYTES:].zero_()  # from now on it is no share of a save, see `ckpt/saving/share.py`
@@ -104,7 +105,7 @@ class Slot:
             memory.join()
             self.region.clear()
 
-        self._clearing = JoinableThread(clear, "ckpt-arena-clear")
+        self._memory, self._clearing = None, JoinableThread(clear, "ckpt-arena-clear")
         self._clearing.start()
 
     def release(self) -> None:

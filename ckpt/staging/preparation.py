@@ -26,12 +26,12 @@ _LEAST_S = 0.001
 
 
 class Preparation:
-    """The allocation of all pages of a region, from when this is made; `pin`, if given, is called behind it."""
+    """The allocation of all pages of a region; `pin`, if given, is called behind it."""
 
     def __init__(
         self, region: SharedMemory, pin: Callable[[], None] | None, after: JoinableThread | None = None
     ) -> None:
-        """Begin, in a thread; where `after` is given, as soon as that thread has ended."""
+        """To be begun; where `after` is given, nothing is allocated before that thread has ended."""
         self._region = region
         self._pin = pin
         self._after = after
@@ -44,7 +44,11 @@ class Preparation:
         """Whether `pin` was called and has returned."""
         self._ready: Future[None] = Future()
         self._thread = JoinableThread(self._run, "ckpt-arena")
-        self._thread.start()
+
+    def begin(self) -> None:
+        """Begin, in a thread. Idempotent: an interrupt may have come between."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     @property
     def is_over(self) -> bool:
