@@ -197,12 +197,11 @@ class Checkpointer(Uncopied):
 
         Nothing is written, and in the steady state there is no collective and no access to storage; the root is not
         claimed. The state may change as soon as this returns (with `overlap`: parameters at the next optimizer step).
-        The slot is held until a newer snapshot or save is complete in the memory of all ranks, or a newer save is
-        published. Waits, at most `timeout`, only if all slots are in use. The first call for a structure of state makes
-        two small collectives, later ones none.
+        Until a newer snapshot or save is complete in the memory of all ranks, or a newer save published, the slot is
+        held. Waits, at most `timeout`, only if all are in use. The first call for a structure makes two collectives.
 
-        Raises what `save_request` raises. CheckpointTimeoutError if no slot becomes free: then some rank makes no
-        snapshots. Nothing was changed then.
+        Raises what `save_request` raises. CheckpointTimeoutError, with nothing changed, if no slot becomes free: then
+        some rank makes no snapshots.
         """
         begin = time.perf_counter()
         self._closing.check_writable()
@@ -213,7 +212,8 @@ class Checkpointer(Uncopied):
         """Do what is due after a training step, and return the steps of the saves that are finalized now.
 
         What `save_every` says is saved, with `metrics`, as by `async_save`; what `Snapshots.every` says is kept in
-        memory, as by `snapshot`. A save is a snapshot, too. Then does what `maybe_finalize` does. Raises what these
+        memory, as by `snapshot`. A save is a snapshot, too. The first step that is neither begins a `warmup` in the
+        background, without a claim, unless a restore has. Then does what `maybe_finalize` does. Raises what these
         raise; ValueError if no step is ever due.
         """
         with self._schedule.due(step) as due:
@@ -221,6 +221,9 @@ class Checkpointer(Uncopied):
                 self.async_save(state, step, metrics=metrics)
             elif due == "snapshot":
                 self.snapshot(state, step)
+            else:
+                self._closing.check_open()
+                self._restores.first_seen(state)
         return self.maybe_finalize()
 
     def save(self, state: Any, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
@@ -264,19 +267,17 @@ class Checkpointer(Uncopied):
     ) -> int | None:
         """Put the newest step (or `step`) into `state`, in place, and return it: published, or whole in memory.
 
-        None when there is none; then no method of `state` was called.
+        None when there is none; then no method of `state` was called. Collective. Works for any world size and
+        sharding. Tensors are read into the memory they have, from staging memory where that still holds the step (see
+        `last_restore`), else from storage; numbers and strings are replaced in their containers; objects get
+        `load_state_dict`, those of other classes than PyTorch's twice: once before large tensors are overwritten, to
+        see whether they take it.
 
-        Collective. Works for any world size and sharding. Tensors are read into the memory they have, from staging
-        memory where that still holds the step (see `last_restore`), else from storage; numbers and strings are replaced
-        in their containers; objects get `load_state_dict`, those of other classes than PyTorch's twice: once before
-        large tensors are overwritten, to see whether they take it.
-
-        Saves of this Checkpointer that are in flight are finalized first, as by `maybe_finalize`, which raises the
-        errors of those that have failed when it is called next. What is not decided within `timeout` is abandoned.
-        Saves of other Checkpointers of this program to the root are waited for, and so is a `step` that another job is
-        just writing, at most half of `timeout`.
-        Saves that an ended run left are decided, too: complete ones are published, the others abandoned; writers that
-        still finish some are waited for, at most half of `timeout`. Saves of another job that is alive are not touched.
+        Saves of this Checkpointer that are in flight are finalized first, as by `maybe_finalize`, which raises their
+        errors when it is called next; what is not decided within `timeout` is abandoned. Waits, at most half of
+        `timeout`, for saves of other Checkpointers of this program to the root, for a `step` that another job is just
+        writing, and for writers of an ended run. Saves that such a run left are decided, too: complete ones are
+        published, the others abandoned. Saves of another job that is alive are not touched.
 
         Of a step that is damaged, or that the storage fails to give, the next copy is tried: in memory, in the root, in
         the mirror; and then, without `step`, the step before, with a warning, on all ranks. With ``fall_back=False``

@@ -97,7 +97,8 @@ class Snapshots:
 class Staging:
     """The way of a save through shared memory to its files: ``Checkpointer(root, staging=Staging(slots=3))``.
 
-    slots: so many staging slots are used in turn; None: 2, with `snapshots` 3, with replicas 5
+    slots: at most so many staging slots have memory, one less while each save finds one free; None: 2, with
+        `snapshots` 3, with replicas 5
     max_host_bytes: the slots of a rank together have at most so many bytes; a state of which a rank would need more is
         refused on all ranks: `StateError`
     overlap: on CUDA, training goes on while the copies run; the optimizers in the state wait for them before their

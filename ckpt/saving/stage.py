@@ -101,7 +101,8 @@ class Stager:
         self._options = options
         self._wait = wait
         self._held = held
-        self._arena = Arena(options.slots, pin=True)
+        at_rest = max(1, options.slots - 1) if options.snapshots else 1
+        self._arena = Arena(options.slots, pin=True, at_rest=at_rest)
         self._copy_stream = _CopyStream()
         self._generation = 0
         self._shared_for: CachedPlan | None = None
@@ -256,7 +257,8 @@ class Stager:
         self._held.release_superseded()
         if patience.is_over and not self._arena.has_free():
             self._held.give_up(save)
-        if self._arena.has_free():
+        if self._arena.has_free():  # but maybe without memory: another one may be free before it has that
+            self._wait(0.0)
             return
         why = self._held.why()
         if deadline.is_over:

@@ -7,19 +7,23 @@ mapping are closed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import secrets
-from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn, Self
 
 __all__ = ["SharedMemory"]
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
-_PREFAULT_BYTES = 16 << 20  # at a time: meanwhile, other threads cannot map or unmap memory
+_MADV_COLLAPSE = 25  # Linux 6.1
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_FREE_PAGES = 3  # of fallocate: FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
+_HUGE_BYTES = 2 << 20
+_BLOCK_BYTES = 16 << 20  # at a time: meanwhile, other threads cannot map or unmap memory
 
 
 class SharedMemory:
@@ -38,6 +42,7 @@ class SharedMemory:
         self.region_id = region_id
         self._map: mmap.mmap | None = None
         self._buffer: memoryview | None = None
+        self._huge = size >= _HUGE_BYTES  # whether huge pages are tried
 
     @classmethod
     def create(cls, name: str, size: int) -> Self:
@@ -63,30 +68,47 @@ class SharedMemory:
     @property
     def buffer(self) -> memoryview:
         """The bytes, writable, mapped at first use. Raises ValueError after `close`."""
-        self._mapping()
-        assert self._buffer is not None
+        if self.closed:
+            raise ValueError(f"shared memory {self.name!r} is closed")
+        if self._buffer is None:
+            self._map, self._buffer = _mapped(self.fd, self.size)
         return self._buffer
 
-    def prefault(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Allocate all pages now, so that the first copy into the region does not have to. Contents stay.
+    def prefault(self) -> None:
+        """Allocate all pages now, so that the first copy into the region does not have to. See `populate`."""
+        for start, size in self.blocks():
+            self.populate(start, size)
 
-        Other threads run meanwhile. Ends early if `stopped`, which is called every few milliseconds. The region must
-        not be closed before it returns. Raises OSError if there is not enough memory; on a cgroup limit the kernel may
-        kill the process instead.
+    def blocks(self) -> list[tuple[int, int]]:
+        """Return the start and size of all blocks to `populate`, each a few milliseconds of work."""
+        return [(start, min(_BLOCK_BYTES, self.size - start)) for start in range(0, self.size, _BLOCK_BYTES)]
+
+    def populate(self, start: int, size: int) -> None:
+        """Allocate the pages of one block, as huge pages where the kernel gives them. Contents stay.
+
+        In any thread, several at a time; others run meanwhile. The region must not be closed before it returns. Raises
+        OSError if there is not enough memory; on a cgroup limit the kernel may kill the process instead.
         """
         libc = ctypes.CDLL(None, use_errno=True)  # madvise() of a mmap object would hold the GIL
-        whole = (ctypes.c_char * self.size).from_buffer(self._mapping())
-        for start in range(0, self.size, _PREFAULT_BYTES):
-            size = min(_PREFAULT_BYTES, self.size - start)
-            if stopped():
-                return
-            address = ctypes.c_void_p(ctypes.addressof(whole) + start)
-            if libc.madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
-                number = ctypes.get_errno()
-                if number != errno.EINVAL:  # EINVAL: a kernel before 5.14
-                    raise OSError(number, f"{os.strerror(number)} (shared memory {self.name!r}, {self.size} bytes)")
-                first_bytes = self.buffer[start : start + size : mmap.PAGESIZE]
-                first_bytes[:] = bytes(first_bytes)
+        address = _address_of(self.buffer) + start
+        if self._huge:
+            self._huge = _collapse(libc, address, size)
+        if (number := _madvise(libc, address, size, _MADV_POPULATE_WRITE)) != 0:
+            if number != errno.EINVAL:  # EINVAL: a kernel before 5.14
+                raise OSError(number, f"{os.strerror(number)} (shared memory {self.name!r}, {self.size} bytes)")
+            first_bytes = self.buffer[start : start + size : mmap.PAGESIZE]
+            first_bytes[:] = bytes(first_bytes)
+
+    def clear(self) -> None:
+        """Free all pages, also those behind the region; the bytes are zero then, for every process that has them.
+
+        Other threads run meanwhile. OSError if the kernel refuses.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        pages = -(-os.fstat(self.fd).st_size // mmap.PAGESIZE)
+        if libc.fallocate(self.fd, _FREE_PAGES, ctypes.c_int64(0), ctypes.c_int64(pages * mmap.PAGESIZE)) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{os.strerror(number)} (shared memory {self.name!r}, {self.size} bytes)")
 
     def write_behind(self, offset: int, data: bytes) -> None:
         """Write bytes behind the region, `offset` bytes after its end; the file grows as needed. OSError if it cannot.
@@ -113,9 +135,9 @@ class SharedMemory:
         fd, self.fd = self.fd, -1
         buffer, mapping, self._buffer, self._map = self._buffer, self._map, None, None
         try:
-            if mapping is not None:
-                _unmap_pages(mapping, self.size)
             if buffer is not None:
+                # Closing the mapping would take the pages out of the page table, too, but with the GIL held.
+                _madvise(ctypes.CDLL(None, use_errno=True), _address_of(buffer), self.size, mmap.MADV_DONTNEED)
                 buffer.release()
             if mapping is not None:
                 mapping.close()
@@ -123,14 +145,6 @@ class SharedMemory:
             pass  # a view is in use: the last one unmaps
         finally:
             os.close(fd)  # frees the pages, unless another process has them
-
-    def _mapping(self) -> mmap.mmap:
-        if self.closed:
-            raise ValueError(f"shared memory {self.name!r} is closed")
-        if self._map is None:
-            self._map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED)
-            self._buffer = memoryview(self._map)
-        return self._map
 
     def __enter__(self) -> Self:
         return self
@@ -153,8 +167,49 @@ class SharedMemory:
         return f"SharedMemory(name={self.name!r}, size={self.size}, {'closed' if self.closed else f'fd={self.fd}'})"
 
 
-def _unmap_pages(mapping: mmap.mmap, size: int) -> None:
-    """Take the pages out of the page table; their contents stay. Closing the mapping would do so with the GIL held."""
-    libc = ctypes.CDLL(None)
-    start = ctypes.c_char.from_buffer(mapping)
-    libc.madvise(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+def _mapped(fd: int, size: int) -> tuple[mmap.mmap, memoryview]:
+    """Map a file; return the mapping to be closed, and the bytes of the file in it.
+
+    They begin at a multiple of the size of a huge page, without which the kernel makes none.
+    """
+    if size >= _HUGE_BYTES:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        with contextlib.suppress(OSError):  # a limit of address space that has no room for the surplus
+            room = mmap.mmap(-1, size + _HUGE_BYTES, flags=flags)
+            whole = memoryview(room)
+            offset = -_address_of(whole) % _HUGE_BYTES
+            buffer = whole[offset : offset + size]
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.mmap.restype = ctypes.c_void_p
+            access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+            wanted = _address_of(buffer)
+            at = ctypes.c_void_p(wanted)
+            if libc.mmap(at, ctypes.c_size_t(size), access, shared, fd, ctypes.c_int64(0)) == wanted:
+                return room, buffer
+            raise OSError(ctypes.get_errno(), "mmap")
+    mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+    return mapping, memoryview(mapping)
+
+
+def _address_of(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def _madvise(libc: ctypes.CDLL, address: int, size: int, advice: int) -> int:
+    """Return 0, or the number of the error."""
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+def _collapse(libc: ctypes.CDLL, address: int, size: int) -> bool:
+    """Make the pages of a block huge, as far as it has whole ones; return whether to go on with the next block.
+
+    The kernel does not do it for a part without any page. Making huge pages of many small ones that are there takes
+    three times as long as allocating those: so each part gets one first.
+    """
+    parts = range(address, address + size - _HUGE_BYTES + 1, _HUGE_BYTES)
+    for part in parts:
+        _madvise(libc, part, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+    # EINVAL: not on this kernel, or forbidden; ENOMEM: there are none at present; EAGAIN: a page was just being used
+    return not parts or _madvise(libc, address, len(parts) * _HUGE_BYTES, _MADV_COLLAPSE) in (0, errno.EAGAIN)

@@ -35,9 +35,10 @@ _POLL_S = 0.001
 _STEP_S = 0.05
 _WINDOW_STEPS = 10
 _SETTLE_S = 1.0  # what was removed is discarded on the device after the call that removes it
-_WARM_S_PER_GB = 6.0  # two slots; a virtual machine that gives memory back gets it again at 0.5 GB/s
+_WARM_S_PER_GB = 6.0  # a virtual machine that gives memory back gets it again at 0.5 GB/s
 _SLOTS, _WRITERS = 2, 1
 _TARGET = 1.5
+_FIRST_TARGET, _ADDED_TARGET, _REST_TARGET = 2.0, 1.3, 1.1
 _WRITER_BYTES = 150e6
 
 
@@ -72,7 +73,8 @@ class _Round:
     """Seconds of everything that is measured once per round, and bytes of memory.
 
     `step` is a training step by itself, `step_saving` one beside a save, `added` what one save adds to a window of
-    steps, its stall included. `memory` is what all processes need more than this one did without a Checkpointer.
+    steps, its stall included. `at_rest` is what all processes need more than this one did without a Checkpointer, after
+    saves that found their slot free, and `memory` with both slots in use. `unprepared` is a first save without warm-up.
     """
 
     copy: float
@@ -80,11 +82,13 @@ class _Round:
     disk_files: float
     torch_save: float
     warmup: float
+    unprepared: _Saved
     first: _Saved
     steady: _Saved
     step: float
     step_saving: float
     added: float
+    at_rest: int
     memory: int
     largest_writer: int
 
@@ -105,6 +109,8 @@ class _Measurement:
     def round(self, backwards: bool) -> _Round:
         """Measure everything once; limits and save take turns in one order or the other."""
         gc.collect()
+        with Checkpointer(self._folder) as checkpointer:
+            unprepared = self._save(checkpointer)
         before = measure_memory().total
         with Checkpointer(self._folder, staging=Staging(slots=_SLOTS)) as checkpointer:
             begin = time.perf_counter()
@@ -112,18 +118,20 @@ class _Measurement:
             warmup = time.perf_counter() - begin
             time.sleep(_WARM_S_PER_GB * self.staged_bytes / 1e9)  # training would go on meanwhile
             first = self._save(checkpointer)
-            self._save(checkpointer)  # the writer maps the second slot in its first save
             limits, steady = self._turns(checkpointer, backwards)
             step, step_saving, added = self._train(checkpointer)
+            at_rest = measure_memory().total
             memory, largest = self._memory(checkpointer)
         return _Round(
             **limits,
             warmup=warmup,
+            unprepared=unprepared,
             first=first,
             steady=steady,
             step=step,
             step_saving=step_saving,
             added=added,
+            at_rest=at_rest - before,
             memory=memory - before,
             largest_writer=largest,
         )
@@ -237,12 +245,14 @@ def _rows(taken: list[_Round], staged_bytes: int) -> list[Row]:
     copy, disk, files = of(lambda r: r.copy), of(lambda r: r.disk), of(lambda r: r.disk_files)
     durable = of(lambda r: r.steady.after_stall)
     slots_bytes = float(_SLOTS * staged_bytes)
+    rest, rest_target = [float(staged_bytes)] * len(taken), _REST_TARGET + _WRITER_BYTES * _WRITERS / staged_bytes
     memory_target = 1.05 + _WRITER_BYTES * _WRITERS / slots_bytes
     return [
         Row("limit: copy to warm memory, all threads", copy),
         Row("limit: O_DIRECT write + fsync, one file", disk),
         Row("limit: the same in as many files as a save", files, disk),
         Row("peer: torch.save + fsync (training waits)", of(lambda r: r.torch_save), disk),
+        Row("stall, first save without warm-up", of(lambda r: r.unprepared.stall), copy, _FIRST_TARGET),
         Row("stall, first save after warm-up", of(lambda r: r.first.stall), copy),
         Row("stall, steady", of(lambda r: r.steady.stall), copy, _TARGET),
         Row("durable and published, from the call", of(lambda r: r.steady.durable), disk),
@@ -255,8 +265,15 @@ def _rows(taken: list[_Round], staged_bytes: int) -> list[Row]:
         Row("warm-up call", of(lambda r: r.warmup)),
         Row("training step, no save in flight", of(lambda r: r.step)),
         Row("training step, save in flight", of(lambda r: r.step_saving), of(lambda r: r.step)),
-        Row("one save costs training, stall included", of(lambda r: r.added)),
-        Row("memory beside the state", of(lambda r: r.memory), [slots_bytes] * len(taken), memory_target, megabytes),
+        Row("one save costs training, stall included", of(lambda r: r.added), copy, _ADDED_TARGET),
+        Row("memory beside the state, at rest", of(lambda r: r.at_rest), rest, rest_target, megabytes),
+        Row(
+            "memory beside the state, both slots in use",
+            of(lambda r: r.memory),
+            [slots_bytes] * len(taken),
+            memory_target,
+            megabytes,
+        ),
         Row("  largest writer, without shared memory", of(lambda r: r.largest_writer), show=megabytes),
     ]
 

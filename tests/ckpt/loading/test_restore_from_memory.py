@@ -280,10 +280,15 @@ def test_the_first_save_after_a_restore_waits_for_no_rank(tmp_path: Path) -> Non
     assert rank_values(_alone, 3, tmp_path, timeout=50) == [True] * 3
 
 
-def test_the_newest_step_stays_in_memory_when_later_saves_are_given_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_newest_step_when_later_saves_are_given_up(tmp_path: Path, slots: int) -> None:
+    """It stays in memory where there is a second slot; else a save that was staged is in the only one."""
     state = {"w": torch.arange(100_000, dtype=torch.float32)}
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.register(**state)
+        for step in range(slots):
+            checkpointer.save_request(state, step)  # none is free for the next one
+        checkpointer.bridge.recover_from_fault(None)
         save_here(checkpointer, state, 1)
         for step in (2, 3, 4):
             state["w"] += 1
@@ -292,5 +297,5 @@ def test_the_newest_step_stays_in_memory_when_later_saves_are_given_up(tmp_path:
             assert checkpointer.resume_step == 1
             report = checkpointer.last_restore
             assert report is not None
-            assert (report.own_memory_bytes, report.storage_bytes) == (400_000, 0)
+            assert (report.own_memory_bytes, report.storage_bytes) == ((400_000, 0) if slots == 2 else (0, 400_000))
             assert state["w"][:3].tolist() == [0, 1, 2]
