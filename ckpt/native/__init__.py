@@ -1,4 +1,4 @@
-"""Copies, CRC-32C checksums and checked reads, at the speed of memory.
+"""Copies, CRC-32C checksums, digests and checked reads, at the speed of memory.
 
 `compiled` does the work, in C, if there was a C compiler when the package was installed; otherwise, or with
 CKPT_PORTABLE=1 in the environment, `portable` does, slower. Addresses are not checked: the callers pass memory that
@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from ckpt.native import compiled, portable
-from ckpt.native.record_types import CHECKSUM_BYTES, RUN, SEGMENT
+from ckpt.native.record_types import CHECKSUM_BYTES, DIGEST_KEY_BYTES, PAGE_BYTES, RUN, SEGMENT
 
 __all__ = [
     "CHECKSUM_BYTES",
+    "DIGEST_KEY_BYTES",
     "RUN",
     "SEGMENT",
     "check_pieces",
@@ -26,6 +27,7 @@ __all__ = [
     "copy_runs",
     "crc32c",
     "crc32c_joined",
+    "digest",
     "read_checked",
     "warn_if_portable",
 ]
@@ -84,6 +86,18 @@ def crc32c(data: bytes | bytearray | memoryview, initial: int = 0) -> int:
 def crc32c_joined(first: int, second: int, second_bytes: int) -> int:
     """Return the checksum of data with the checksum `first` followed by `second_bytes` bytes with `second`."""
     return int(_engine.crc32c_joined(first, second, second_bytes))
+
+
+def digest(data: memoryview, key: bytes) -> bytes:
+    """Return a digest of `data`, whole pages, under a secret `key` of `DIGEST_KEY_BYTES` random bytes.
+
+    Data of one size with the same digest are the same: with others the digest agrees for one key in 2**128, whoever has
+    chosen them without the key. For one process: other implementations make other digests.
+    """
+    if len(key) != DIGEST_KEY_BYTES or data.nbytes % PAGE_BYTES:
+        raise ValueError(f"{data.nbytes} bytes are not whole pages, or {len(key)} bytes are not a key")
+    made: bytes = _engine.digest(np.frombuffer(data, np.uint8), key)
+    return made
 
 
 def read_checked(fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
