@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.native.record_types import DIGEST_BYTES, PAGE_BYTES, RUN, SEGMENT
+from ckpt.native.record_types import BLOCK_BYTES, DIGEST_BYTES, PAGE_BYTES, RUN, SEGMENT
 
 __all__ = ["Compiled", "load"]
 
@@ -79,8 +79,8 @@ class Compiled:
         return int(self._library.ckpt_crc32c_joined(first, second, second_bytes))
 
     def digest(self, data: np.ndarray[Any, np.dtype[np.uint8]], key: bytes) -> bytes:
-        hashes = np.empty((data.nbytes // PAGE_BYTES, 4), np.uint64)
-        self._library.ckpt_hash_pages(_address(data), len(hashes), key, _address(hashes))
+        hashes = np.empty((-(-data.nbytes // BLOCK_BYTES), 4), np.uint64)
+        self._library.ckpt_hash_pages(_address(data), data.nbytes // PAGE_BYTES, key, _address(hashes))
         return hashlib.blake2b(hashes.tobytes(), digest_size=DIGEST_BYTES).digest()
 
     def read_checked(self, fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
