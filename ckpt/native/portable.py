@@ -103,7 +103,7 @@ def _copy(to: int, source: int, nbytes: int, crc: int) -> int:
 
 def digest(data: np.ndarray[Any, np.dtype[np.uint8]], key: bytes) -> bytes:
     """Return a digest of `data`, as `ckpt.native.digest`: another one, of the same use."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=key[: hashlib.blake2b.MAX_KEY_SIZE]).digest()
+    return hashlib.blake2b(data.data, digest_size=DIGEST_BYTES, key=key[: hashlib.blake2b.MAX_KEY_SIZE]).digest()
 
 
 def read_checked(fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
