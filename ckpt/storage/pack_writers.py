@@ -132,7 +132,11 @@ class PackWriter:
 
     def link(self, number: int, folder: str, expected: FileIdentity) -> bool:
         """Let a file of the pack be the `expected` one with this name in the step at `folder`; see `files.link`."""
-        path, _ = self._place(name := pack_file(self._rank, number))
+        name = pack_file(self._rank, number)
+        try:
+            path, _ = self._place(name)
+        except StorageError:
+            return False  # `write` tries again, where that may help
         is_linked = link(folder, name, self._root, expected)
         if is_linked:
             self._files.append(path)
