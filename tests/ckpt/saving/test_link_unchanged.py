@@ -169,6 +169,20 @@ def test_a_file_that_is_not_the_written_one_is_not_linked(tmp_path: Path, change
 
 
 @pytest.mark.usefixtures("_here")
+def test_damage_is_reported_in_each_step_that_has_the_file(tmp_path: Path) -> None:
+    """The documentation says so; the next save does not carry it on."""
+    state = _state()
+    with _opened(tmp_path) as checkpointer:
+        for step in range(1, 4):
+            save_here(checkpointer, state, step)
+        _rewrite(tmp_path / step_name(2) / "packs" / "000" / "rank_00000_001")
+        save_here(checkpointer, state, 4)
+    damaged = [step for step in (2, 3, 4) if validate(str(tmp_path / step_name(step))).problems]
+    assert damaged == [2, 3]
+    assert _saved(tmp_path, 4) == _bits(state)
+
+
+@pytest.mark.usefixtures("_here")
 def test_a_step_that_was_deleted_is_written_anew(tmp_path: Path) -> None:
     state = _state()
     with _opened(tmp_path, keep=None) as checkpointer:
