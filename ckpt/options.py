@@ -115,6 +115,8 @@ class Staging:
         in a directory, without `compression` and `node_local`. `Checkpointer.restore` and inspect_ckpt keep a step
         that they read from being removed; another program that copies or maps the files of a step while it is removed
         can see bytes of a later one (see docs/guide.md)
+    link_unchanged: a save links the files that hold the same as in the step before, instead of writing them: frozen
+        weights are on the disk once. Several steps then share one copy of these bytes (see docs/guide.md)
     database_chunks: a step of at most so many chunks is a database of tensorstore, too (see docs/format.md); of a
         larger one, `inspect_ckpt index` makes it; 0: none is made
 
@@ -130,6 +132,7 @@ class Staging:
     file_bytes: int = _GRID.file_bytes
     inner_bytes: int = _GRID.inner_bytes
     reuse_files: bool | None = None
+    link_unchanged: bool = False
     database_chunks: int = DATABASE_CHUNKS
 
     def __post_init__(self) -> None:
@@ -147,6 +150,7 @@ class Staging:
             raise ValueError(f"Staging: with compression inner_bytes must be at most {MAX_FRAME_BYTES}")
         if self.reuse_files is not None:
             check_flag("Staging: reuse_files", self.reuse_files)
+        check_flag("Staging: link_unchanged", self.link_unchanged)
         whole_number("Staging: database_chunks", self.database_chunks, least=0, unit="chunks")
 
     @classmethod

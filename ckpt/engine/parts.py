@@ -95,6 +95,12 @@ class CheckpointerSettings:
             )
         return can if wanted is None else wanted
 
+    def links_unchanged(self, root: Root) -> bool:
+        """Return whether saves link files that hold the same. ValueError if they are to, and cannot."""
+        if self.staging.link_unchanged and (self.node_local is not None or not root.reuses_files):
+            raise ValueError("link_unchanged links files of steps in a directory: it needs a local root, no node_local")
+        return self.staging.link_unchanged
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -125,9 +131,11 @@ class Parts:
                 f"({type(root).__name__})"
             )
         root_at = own_root(root, StorageOptions.of(settings.storage_options, timeout_s / 2))
-        reuses_files = settings.reuses_files(root_at)
+        reuses_files, links = settings.reuses_files(root_at), settings.links_unchanged(root_at)
         node_path = settings.node_local
-        grid = GridOptions(staging.file_bytes, staging.inner_bytes, common_apart=node_path is not None)
+        grid = GridOptions(
+            staging.file_bytes, staging.inner_bytes, common_apart=node_path is not None, small_apart=links
+        )
         how_staged = StagingOptions(
             staging.slots_for(snapshots),
             staging.max_host_bytes,
@@ -144,6 +152,7 @@ class Parts:
             Retention(settings.keep, reuses_files),
             node_local=node_path,
             database_chunks=staging.database_chunks,
+            link_unchanged=links,
         )
         keeper = Keeper()
         lingering = None if snapshots is None else _lingering(keeper, snapshots, root_at)

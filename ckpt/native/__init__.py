@@ -1,4 +1,4 @@
-"""Copies, CRC-32C checksums and checked reads, at the speed of memory.
+"""Copies, CRC-32C checksums, digests and checked reads, at the speed of memory.
 
 `compiled` does the work, in C, if there was a C compiler when the package was installed; otherwise, or with
 CKPT_PORTABLE=1 in the environment, `portable` does, slower. Addresses are not checked: the callers pass memory that
@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from ckpt.native import compiled, portable
-from ckpt.native.record_types import CHECKSUM_BYTES, RUN, SEGMENT
+from ckpt.native.record_types import CHECKSUM_BYTES, DIGEST_KEY_BYTES, PAGE_BYTES, RUN, SEGMENT
 
 __all__ = [
     "CHECKSUM_BYTES",
+    "DIGEST_KEY_BYTES",
     "RUN",
     "SEGMENT",
     "check_pieces",
@@ -27,6 +28,7 @@ __all__ = [
     "crc32c",
     "crc32c_joined",
     "describe_tensors",
+    "digest",
     "read_checked",
     "warn_if_portable",
 ]
@@ -110,6 +112,18 @@ def describe_tensors(
         if words == _NO_ROOM:
             room = np.empty(4 * len(room), np.int64)
     return None if words < 0 else (addresses, room[:words])
+
+
+def digest(data: memoryview, key: bytes) -> bytes:
+    """Return a digest of `data`, whole pages, under a secret `key` of `DIGEST_KEY_BYTES` random bytes.
+
+    Data of one size with the same digest are the same: with others the digest agrees for one key in 2**128, whoever has
+    chosen them without the key. For one process: other implementations make other digests.
+    """
+    if len(key) != DIGEST_KEY_BYTES or data.nbytes % PAGE_BYTES:
+        raise ValueError(f"{data.nbytes} bytes are not whole pages, or {len(key)} bytes are not a key")
+    made: bytes = _engine.digest(np.frombuffer(data, np.uint8), key)
+    return made
 
 
 def read_checked(fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:

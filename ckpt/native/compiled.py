@@ -1,4 +1,4 @@
-"""The functions of `ckpt.native` in C (crc32c.c, moves.c, tensors.c), called without the global interpreter lock.
+"""The functions of `ckpt.native` in C (crc32c.c, digest.c, moves.c, tensors.c), called without the global interpreter lock.
 
 Only those of tensors.c, which are short, keep it.
 """
@@ -6,13 +6,14 @@ Only those of tensors.c, which are short, keep it.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import threading
 from typing import Any
 
 import numpy as np
 
-from ckpt.native.record_types import RUN, SEGMENT
+from ckpt.native.record_types import BLOCK_BYTES, DIGEST_BYTES, PAGE_BYTES, RUN, SEGMENT
 
 __all__ = ["Compiled", "load"]
 
@@ -52,6 +53,7 @@ class Compiled:
             ("ckpt_crc32c", ctypes.c_uint32, ctypes.c_uint32, pointer, size),
             ("ckpt_crc32c_choose", ctypes.c_int, ctypes.c_int),
             ("ckpt_crc32c_joined", ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, size),
+            ("ckpt_hash_pages", None, pointer, size, pointer, pointer),
             ("ckpt_read_pieces", ctypes.c_int, ctypes.c_int, pointer, size, pointer, size),
             ("ckpt_check_pieces", ctypes.c_int, pointer, size, size, pointer, size),
             ("ckpt_record_bytes", size),
@@ -84,6 +86,11 @@ class Compiled:
 
     def crc32c_joined(self, first: int, second: int, second_bytes: int) -> int:
         return int(self._library.ckpt_crc32c_joined(first, second, second_bytes))
+
+    def digest(self, data: np.ndarray[Any, np.dtype[np.uint8]], key: bytes) -> bytes:
+        hashes = np.empty((-(-data.nbytes // BLOCK_BYTES), 4), np.uint64)
+        self._library.ckpt_hash_pages(_address(data), data.nbytes // PAGE_BYTES, key, _address(hashes))
+        return hashlib.blake2b(hashes.tobytes(), digest_size=DIGEST_BYTES).digest()
 
     def read_checked(self, fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:
         memory = self._buffer.memory

@@ -249,12 +249,16 @@ static int best(void) { return 0; }
 static uint32_t (*extend)(uint32_t, const uint8_t *, size_t);
 static uint32_t (*copy)(uint32_t, uint8_t *, const uint8_t *, size_t);
 
+static int level;
+
 int ckpt_crc32c_choose(int most) {
-    int level = best() < most ? best() : most;
+    level = best() < most ? best() : most;
     extend = level == 2 ? extend_wide : level == 1 ? extend_narrow : extend_by_table;
     copy = level == 2 ? copy_wide : level == 1 ? copy_narrow : copy_by_table;
     return level;
 }
+
+int ckpt_crc32c_level(void) { return level; }
 
 __attribute__((constructor)) static void prepare(void) {
     make_table();

@@ -19,4 +19,7 @@ uint32_t ckpt_crc32c_joined(uint32_t first, uint32_t second, uint64_t second_byt
  * 512. Returns what is used. At first, the best. Not while others call the functions above. */
 int ckpt_crc32c_choose(int most);
 
+/* What is used. */
+int ckpt_crc32c_level(void);
+
 #endif

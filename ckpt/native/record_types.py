@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["CHECKSUM_BYTES", "RUN", "SEGMENT"]
+__all__ = ["BLOCK_BYTES", "CHECKSUM_BYTES", "DIGEST_BYTES", "DIGEST_KEY_BYTES", "PAGE_BYTES", "RUN", "SEGMENT"]
 
 CHECKSUM_BYTES = 4
+DIGEST_BYTES = 32
+PAGE_BYTES = 4096
+
+BLOCK_BYTES = 2 * PAGE_BYTES
+"""What has one hash in a digest, as in digest.c."""
+
+DIGEST_KEY_BYTES = BLOCK_BYTES + 16
 
 RUN = np.dtype([(name, np.uint64) for name in ("to", "from", "bytes", "checksum_at", "continues", "crc32c")])
 """A copy: addresses, and the number of bytes.

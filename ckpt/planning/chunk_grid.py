@@ -29,13 +29,15 @@ class GridOptions:
 
     A rank begins a new file when one has `file_bytes`. Chunks are divided into inner chunks of about `inner_bytes` at
     most, so that a restore to another sharding reads little more than it needs. What several ranks hold is divided
-    between them, into parts of at least `smallest_split_bytes`. With `common_apart` that is in files of its own.
+    between them, into parts of at least `smallest_split_bytes`. With `common_apart` that is in files of its own, with
+    `small_apart` what is small beside the rest.
     """
 
     file_bytes: int = 64 << 20
     inner_bytes: int = 4 << 20
     smallest_split_bytes: int = 64 << 10
     common_apart: bool = False
+    small_apart: bool = False
 
     @property
     def chunk_bytes(self) -> int:

@@ -130,7 +130,7 @@ def make_save_plan(
         for draft, own, is_apart in zip(drafts, owners, apart, strict=True)
     ]
     values, per_rank_values = _value_owners(descriptions)
-    index = lay_out(arrays, world_size, options.file_bytes)
+    index = lay_out(arrays, world_size, options.file_bytes, small_apart=options.small_apart)
     containers = _containers(descriptions)
     numbers = frozenset(number for number, is_apart in enumerate(apart) if is_apart)
     return SavePlan(world_size, index, values, per_rank_values, aliases, containers, numbers)

@@ -134,7 +134,8 @@ class SaveOptions:
 
     `commit_timeout_s` bounds every wait for other ranks; `threads` write at once in one process. While they wait, all
     nodes together look for the outcome `looks_per_s` times a second. `node_local` is the directory of this node for
-    pack files; None: they are in the root. A step with more than `database_chunks` chunks has no database.
+    pack files; None: they are in the root. A step with more than `database_chunks` chunks has no database. With
+    `link_unchanged` files that hold the same as in the step before are linked.
     """
 
     threads: int = 6
@@ -143,6 +144,7 @@ class SaveOptions:
     looks_per_s: float = 50.0
     node_local: str | None = None
     database_chunks: int = DATABASE_CHUNKS
+    link_unchanged: bool = False
 
 
 # Thousands of offsets, the same in each save: pickled one by one they would take longer than a hundred tensors.

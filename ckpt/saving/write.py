@@ -67,6 +67,7 @@ from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.pack_writers import FileJob, WrittenFile
 from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.roots import open_root
+from ckpt.storage.unchanged_files import UnchangedFiles
 from inprocess.ipc.deadline import Deadline
 
 __all__ = ["Fenced", "ShareWriter", "error_for", "give_up", "write_share"]
@@ -104,6 +105,7 @@ class ShareWriter:
         self._report_here = report
         self._memory_of = memory_of or self._in_slot
         self._written: SharePublished | None = None  # what will be reported, but for the time
+        self._unchanged = self._kept("unchanged files", UnchangedFiles)
 
     def run(self) -> None:
         """Write, and wait for the decision.
@@ -133,6 +135,7 @@ class ShareWriter:
             if lease is not None and self.context is None:  # nothing keeps it from one save to the next
                 lease.close()
         if isinstance(outcome, Published):
+            self._unchanged.published(self.pending.root, task.save.step)
             if self._written is not None:
                 self._report(replace(self._written, at=time.time()))
             if task.rank == COORDINATOR:
@@ -154,7 +157,7 @@ class ShareWriter:
             written, times = self._write()
         self._report(SlotFree())
         manifest = self._manifest(written, times)
-        self._written = SharePublished(0.0, sum(file.nbytes for file in written), **times)
+        self._written = SharePublished(0.0, sum(file.nbytes for file in written if not file.is_linked), **times)
         return self._decide((manifest, self.pending.write_part(self.task.rank, manifest)))
 
     def _tell_of_recoveries(self) -> None:
@@ -266,8 +269,10 @@ class ShareWriter:
             task.options.commit_timeout_s, self._progress if remover is None else remover.hurry
         )
 
+        self._unchanged.begin(plan.plan_digest if task.options.link_unchanged else None)
+
         def write_one(file: PlannedFile) -> WrittenFile:
-            written = (shared if file.is_common else own).write(self._file_job(file))
+            written = self._unchanged.write(shared if file.is_common else own, self._file_job(file))
             self._progress()
             return written
 
@@ -280,6 +285,7 @@ class ShareWriter:
         own.finish()
         if shared is not own:
             shared.finish()
+        self._unchanged.synced(shared)
         self._progress()
         return written, {"write_begin": begin, "write_s": end - started, "sync_s": time.perf_counter() - end}
 

@@ -21,6 +21,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage.links import is_link_error, parent_of
@@ -29,10 +30,14 @@ __all__ = [
     "append",
     "create_exclusive",
     "exists",
+    "exists_alone",
     "fsync",
     "fsync_open",
+    "FileIdentity",
     "holds",
+    "identity",
     "is_directory",
+    "link",
     "remove",
     "rename_no_replace",
     "storage_errors",
@@ -157,6 +162,15 @@ def exists(path: str) -> bool:
     return _status(path, os.lstat) is not None
 
 
+def exists_alone(path: str) -> bool:
+    """Return whether there is a file at `path` without another name, to write over. One that has others is unlinked."""
+    about = _status(path, os.lstat)
+    if about is not None and stat.S_ISREG(about.st_mode) and about.st_nlink > 1:
+        remove(path)
+        return False
+    return about is not None
+
+
 def is_directory(path: str, *, follow: bool = True) -> bool:
     """Return whether there is a directory at `path`, or with `follow` a link to one. StorageError as `exists`."""
     found = _status(path, os.stat if follow else os.lstat)
@@ -235,6 +249,57 @@ def take(folder: str, name: str, target: str) -> bool:
             raise StorageError(f"{os.path.join(folder, name)} is a directory; remove it (it was made by hand)")
         os.unlink(last, dir_fd=to)
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """The file behind a name, and when its content changed last."""
+
+    device: int
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, about: os.stat_result) -> FileIdentity | None:
+        """Return the identity of a regular file; None for anything else."""
+        if not stat.S_ISREG(about.st_mode):
+            return None
+        return cls(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+
+
+def identity(path: str) -> FileIdentity | None:
+    """Return the identity of a file; None if it does not exist, or is no regular file."""
+    about = _status(path, os.lstat)
+    return None if about is None else FileIdentity.of(about)
+
+
+def link(folder: str, name: str, target: str, expected: FileIdentity) -> bool:
+    """Give a file of one directory a second name in another, and return whether it has it.
+
+    `name` is its path below `folder`, and then below `target`, where it replaces a file. False if it is not the
+    `expected` file any more, or if the file system makes no link, for whatever reason; then the name in `target` is
+    free, or has the file from before. StorageError if that is not certain. The name is durable after `sync_files`.
+    """
+    with storage_errors("link", os.path.join(target, name)), parent_of(target, name) as (to, last):
+        try:
+            with parent_of(folder, name) as (fro, _):
+                if FileIdentity.of(os.stat(last, dir_fd=fro, follow_symlinks=False)) != expected:
+                    return False
+                _unlink_in(to, last)
+                os.link(last, last, src_dir_fd=fro, dst_dir_fd=to, follow_symlinks=False)
+            if FileIdentity.of(os.stat(last, dir_fd=to, follow_symlinks=False)) == expected:
+                return True
+        except OSError:
+            pass  # the step was removed, or the file system makes no links, or no more of this file
+        # It may be there, after a repeated request to a server; what is written must be a file of its own.
+        _unlink_in(to, last)
+        return False
+
+
+def _unlink_in(folder: int, name: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
 
 
 def remove(path: str) -> None:

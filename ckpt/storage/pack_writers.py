@@ -24,7 +24,17 @@ from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_layout import PAGE_BYTES, checksum_to_bytes
 from ckpt.storage.compression import compressed
 from ckpt.storage.directories import make_directories
-from ckpt.storage.files import exists, holds, remove, sync_files, write_new, write_pages
+from ckpt.storage.files import (
+    FileIdentity,
+    exists_alone,
+    holds,
+    identity,
+    link,
+    remove,
+    sync_files,
+    write_new,
+    write_pages,
+)
 from ckpt.storage.links import refuse_link
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ALIGNMENT
@@ -39,13 +49,15 @@ _LEFT_OUT = np.uint64(2**64 - 1)  # of an inner chunk that lies outside of the a
 class WrittenFile:
     """File `number` of a pack, of `nbytes` bytes; `crc32c` is the checksum of its inner chunks' checksums, in order.
 
-    `chunks` are those that are compressed: number of the array, number of the chunk, offset in the file, bytes.
+    `chunks` are those that are compressed: number of the array, number of the chunk, offset in the file, bytes. If it
+    `is_linked`, it was not written: it is the file of an earlier step.
     """
 
     number: int
     nbytes: int
     crc32c: int
     chunks: tuple[tuple[int, int, int, int], ...] = ()
+    is_linked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,20 @@ class FileJob:
     checksummed: Array
     to_compress: Sequence[ChunkToCompress] = ()
 
+    def checksums(self) -> bytes:
+        """Fill in the checksums that are missing, and return all, in order. Not of chunks to compress."""
+        memory: Array = np.frombuffer(self.memory, np.uint8)
+        missing = np.flatnonzero(~self.checksummed)
+        if len(missing):
+            runs = np.zeros(len(missing), RUN)
+            runs["from"] = memory.ctypes.data + self.starts[missing]
+            runs["bytes"] = self.sizes[missing]
+            runs["checksum_at"] = runs["from"] + runs["bytes"]
+            copy_runs(runs)
+            self.checksummed[missing] = True
+        behind = (self.starts + self.sizes)[:, np.newaxis] + np.arange(CHECKSUM_BYTES)
+        return memory[behind].tobytes()
+
 
 class PackWriter:
     """Writes the pack of one rank below `root`, the directory of a save.
@@ -100,18 +126,25 @@ class PackWriter:
         """Write one file. `StorageError` if that fails, or if it exists and files are not reused."""
         if job.to_compress:
             return self._write_compressed(job)
-        memory: Array = np.frombuffer(job.memory, np.uint8)
-        missing = np.flatnonzero(~job.checksummed)
-        if len(missing):
-            runs = np.zeros(len(missing), RUN)
-            runs["from"] = memory.ctypes.data + job.starts[missing]
-            runs["bytes"] = job.sizes[missing]
-            runs["checksum_at"] = runs["from"] + runs["bytes"]
-            copy_runs(runs)
-        behind = (job.starts + job.sizes)[:, np.newaxis] + np.arange(CHECKSUM_BYTES)
-        checksum = crc32c(memory[behind].tobytes())
+        checksum = crc32c(job.checksums())
         self._store(job.number, job.memory, job.nbytes)
         return WrittenFile(job.number, job.nbytes, checksum)
+
+    def link(self, number: int, folder: str, expected: FileIdentity) -> bool:
+        """Let a file of the pack be the `expected` one with this name in the step at `folder`; see `files.link`."""
+        name = pack_file(self._rank, number)
+        try:
+            path, _ = self._place(name)
+        except StorageError:
+            return False  # `write` tries again, where that may help
+        is_linked = link(folder, name, self._root, expected)
+        if is_linked:
+            self._files.append(path)
+        return is_linked
+
+    def identity(self, number: int) -> FileIdentity | None:
+        """Return the identity of a file of the pack. StorageError if it cannot be looked at."""
+        return identity(os.path.join(self._root, pack_file(self._rank, number)))
 
     def _store(self, number: int, pages: memoryview, nbytes: int) -> None:
         """Write the first `nbytes` of whole pages as a file of the pack."""
@@ -169,7 +202,7 @@ class PackWriter:
         if relative and parent not in self._made:
             with self._lock:
                 self._made.update(make_directories(refuse_link(self._root), relative, self._made))
-        return path, self._reuse and exists(path)
+        return path, self._reuse and exists_alone(path)
 
     def _write_compressed(self, job: FileJob) -> WrittenFile:
         pieces: list[bytes] = []

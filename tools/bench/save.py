@@ -7,6 +7,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from tools.bench.harness import (
 )
 from tools.bench.limits import CopyLimit, DiskLimit
 from tools.bench.processes import measure_memory
+from tools.bench.unchanged import UnchangedSaves, measure_unchanged
 from tools.bench.workload import StepLoop, make_state, size_of, tensors
 
 __all__ = ["add_options", "run"]
@@ -40,6 +42,7 @@ _SLOTS, _WRITERS = 2, 1
 _TARGET = 1.5
 _FIRST_TARGET, _ADDED_TARGET, _REST_TARGET = 2.0, 1.3, 1.1
 _WRITER_BYTES = 150e6
+_UNCHANGED_TARGET = 0.05
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class _Round:
     at_rest: int
     memory: int
     largest_writer: int
+    unchanged: UnchangedSaves
 
 
 class _Measurement:
@@ -122,6 +126,8 @@ class _Measurement:
             step, step_saving, added = self._train(checkpointer)
             at_rest = measure_memory().total
             memory, largest = self._memory(checkpointer)
+        unchanged = measure_unchanged(self._state, self._folder)
+        shutil.rmtree(self._folder / "unchanged")
         return _Round(
             **limits,
             warmup=warmup,
@@ -134,6 +140,7 @@ class _Measurement:
             at_rest=at_rest - before,
             memory=memory - before,
             largest_writer=largest,
+            unchanged=unchanged,
         )
 
     def close(self) -> None:
@@ -244,6 +251,7 @@ def _rows(taken: list[_Round], staged_bytes: int) -> list[Row]:
 
     copy, disk, files = of(lambda r: r.copy), of(lambda r: r.disk), of(lambda r: r.disk_files)
     durable = of(lambda r: r.steady.after_stall)
+    full_s, full_bytes = of(lambda r: r.unchanged.full_s), of(lambda r: r.unchanged.full_bytes)
     slots_bytes = float(_SLOTS * staged_bytes)
     rest, rest_target = [float(staged_bytes)] * len(taken), _REST_TARGET + _WRITER_BYTES * _WRITERS / staged_bytes
     memory_target = 1.05 + _WRITER_BYTES * _WRITERS / slots_bytes
@@ -262,6 +270,8 @@ def _rows(taken: list[_Round], staged_bytes: int) -> list[Row]:
         Row("  data", of(lambda r: r.steady.times["write_s"])),
         Row("  sync, metadata", of(lambda r: r.steady.times["sync_s"])),
         Row("  manifest, publish, answer", of(lambda r: r.steady.publishing)),
+        Row("1 % changes, linked: data, sync", of(lambda r: r.unchanged.unchanged_s), full_s, _UNCHANGED_TARGET),
+        Row("  bytes written", of(lambda r: r.unchanged.unchanged_bytes), full_bytes, _UNCHANGED_TARGET, megabytes),
         Row("warm-up call", of(lambda r: r.warmup)),
         Row("training step, no save in flight", of(lambda r: r.step)),
         Row("training step, save in flight", of(lambda r: r.step_saving), of(lambda r: r.step)),

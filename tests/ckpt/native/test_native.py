@@ -1,5 +1,6 @@
 """Copies and checksums: every implementation in C and the portable one agree with a known one."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -400,3 +401,64 @@ def test_tensors_that_are_not_strided_or_are_negated_are_not_described() -> None
     plain = torch.zeros(3)
     for other in (torch.zeros(3).to_sparse(), torch._neg_view(plain), torch.tensor([1j]).conj().imag):
         assert _described([plain, other, plain]) is None
+
+
+def _key(seed: int) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, native.DIGEST_KEY_BYTES, np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("pages", [0, 1, 2, 5])
+def test_digests_tell_data_apart(pages: int) -> None:
+    data = NOISE[: pages * 4096].copy()
+    made = native.digest(data.data, _key(1))
+    assert native.digest(data.copy().data, _key(1)) == made
+    assert len(made) == 32
+    if pages:
+        assert native.digest(data.data, _key(2)) != made
+    for at in range(0, len(data), 97):
+        for bit in (1, 128):
+            data[at] ^= bit
+            assert native.digest(data.data, _key(1)) != made
+            data[at] ^= bit
+    assert native.digest(data.data, _key(1)) == made
+
+
+@given(first=st.integers(0, 1023), second=st.integers(0, 1023))
+def test_words_that_change_places_have_another_digest(first: int, second: int) -> None:
+    """No sum over words that are alone, or over pairs without an order, is like that."""
+    data = NOISE[:8192].copy()
+    words = data.view(np.uint64)
+    made = native.digest(data.data, _key(3))
+    words[[first, second]] = words[[second, first]]
+    assert (native.digest(data.data, _key(3)) == made) == (first == second)
+
+
+def test_the_hashes_of_pages_are_those_of_the_formula(level: int) -> None:
+    if level < 0:
+        pytest.skip("the portable digest is that of hashlib")
+    key = _key(4)
+    words, keys = NOISE[:12288].view(np.uint64).tolist(), np.frombuffer(key, np.uint64).tolist()
+
+    def polynomials(a: int, b: int) -> int:
+        return int(np.bitwise_xor.reduce(np.array([a << bit for bit in range(64) if b >> bit & 1] or [0], object)))
+
+    def hashed(block: list[int], shift: int) -> int:
+        total = 0
+        for n in range(0, len(block), 2):
+            a, b, k, next_k = block[n], block[n + 1], keys[n + shift], keys[n + shift + 1]
+            if level < 2:
+                total += ((a + k) % 2**64) * ((b + next_k) % 2**64)
+            else:
+                total ^= polynomials(a ^ k, b ^ next_k)
+        return total % 2**128
+
+    hashes = [hashed(block, shift) for block in (words[:1024], words[1024:]) for shift in (0, 2)]
+    expected = b"".join(each.to_bytes(16, "little") for each in hashes)
+    assert native.digest(NOISE[:12288].data, key) == hashlib.blake2b(expected, digest_size=32).digest()
+
+
+def test_digests_are_of_whole_pages() -> None:
+    with pytest.raises(ValueError, match="whole pages"):
+        native.digest(NOISE[:100].data, _key(1))
+    with pytest.raises(ValueError, match="not a key"):
+        native.digest(NOISE[:4096].data, b"short")

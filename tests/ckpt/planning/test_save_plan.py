@@ -256,6 +256,28 @@ def test_what_ranks_hold_alone_is_not_apart() -> None:
     assert 1 in files[0], "the scalar"
 
 
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_small_tensors_are_apart(world_size: int) -> None:
+    """Of fine-tuning: files have frozen weights or what is trained, however the weights are sharded."""
+    mesh = Sharding((world_size,), tuple(range(world_size)), (Placement(0),))
+    layers = {f"layer{n}": _spec(512, 512, sharding=mesh) for n in range(8)}
+    adapters = {f"adapter{n}": _spec(512, 4, sharding=mesh) for n in range(8)} | {"norm": _spec(512), "step": _spec()}
+    tensors = _tensors(**dict(sorted((layers | adapters).items(), key=lambda item: item[0][-1])))
+    options = GridOptions(file_bytes=1 << 20, small_apart=True)
+    plan = make_save_plan([StateDescription(tensors)] * world_size, options)
+    _check_cover(plan, [StateDescription(tensors)] * world_size)
+
+    def are_apart(plan: SavePlan) -> bool:
+        names: dict[tuple[int, int], set[str]] = {}
+        for rank in range(world_size):
+            for chunk in plan.chunks_of(rank):
+                names.setdefault((rank, chunk.file), set()).add(str(chunk.array.path[0]))
+        return all(of_file <= layers.keys() or of_file <= adapters.keys() for of_file in names.values())
+
+    assert are_apart(plan)
+    assert not are_apart(make_save_plan([StateDescription(tensors)] * world_size, replace(options, small_apart=False)))
+
+
 def test_replicas_of_shards_share_the_work() -> None:
     """Hybrid sharding: two replicas of four shards."""
     mesh = Sharding((2, 4), tuple(range(8)), (Placement(), Placement(0)))
