@@ -19,7 +19,10 @@ from ckpt.arguments import check_choice, whole_number
 from ckpt.errors import FormatVersionError
 from ckpt.storage.regular_files import DamagedFileError
 
-__all__ = ["MAX_FRAME_BYTES", "Compression", "compressed", "decompressed"]
+__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "Compression", "compressed", "decompressed"]
+
+FRAME_BYTES = 1 << 20
+"""The bytes of elements in a frame, at least, where there are as many. Frames of a few 10,000 are larger, and slower."""
 
 MAX_FRAME_BYTES = 1 << 29
 """The most bytes of elements in one frame: Blosc takes a third of 2 GiB in a block."""
