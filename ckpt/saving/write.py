@@ -24,7 +24,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -64,7 +63,7 @@ from ckpt.storage.names import INDEX, pack_file
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
-from ckpt.storage.pack_writers import FileJob, WrittenFile
+from ckpt.storage.pack_writers import FileJob, WrittenFile, writing_threads
 from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.roots import open_root
 from inprocess.ipc.deadline import Deadline
@@ -271,7 +270,7 @@ class ShareWriter:
             self._progress()
             return written
 
-        with ThreadPoolExecutor(threads, "ckpt-write") as pool:
+        with writing_threads(threads, compress=bool(plan.to_compress)) as pool:
             writing = pool.map(write_one, plan.files)
             if plan.index:
                 shared.write_documents({INDEX: plan.index, **self._for_readers().files})
