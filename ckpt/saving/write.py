@@ -22,8 +22,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -63,7 +65,7 @@ from ckpt.storage.names import INDEX, pack_file
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
-from ckpt.storage.pack_writers import FileJob, WrittenFile, writing_threads
+from ckpt.storage.pack_writers import FileJob, WrittenFile
 from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.roots import open_root
 from inprocess.ipc.deadline import Deadline
@@ -270,7 +272,9 @@ class ShareWriter:
             self._progress()
             return written
 
-        with writing_threads(threads, compress=bool(plan.to_compress)) as pool:
+        # Those that compress would only take the contents of processors' caches from each other, if they were more.
+        at_once = min(threads, len(os.sched_getaffinity(0))) if plan.to_compress else threads
+        with ThreadPoolExecutor(at_once, "ckpt-write") as pool:
             writing = pool.map(write_one, plan.files)
             if plan.index:
                 shared.write_documents({INDEX: plan.index, **self._for_readers().files})

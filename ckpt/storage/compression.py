@@ -22,7 +22,7 @@ from ckpt.storage.regular_files import DamagedFileError
 __all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "Compression", "compressed", "decompress", "decompressed"]
 
 FRAME_BYTES = 1 << 20
-"""The bytes of elements in a frame, at least, where there are as many. Frames of a few 10,000 are larger, and slower."""
+"""The bytes of elements in a frame, at least, where there are as many. Small frames are larger together, and slower."""
 
 MAX_FRAME_BYTES = 1 << 29
 """The most bytes of elements in one frame: Blosc takes a third of 2 GiB in a block."""

@@ -196,7 +196,7 @@ def write_pages(
     file systems refuse; then the file is written through the page cache and synced at once, because the kernel may drop
     errors together with the pages.
 
-    A call with `at`, a number of whole pages in bytes, continues the file that calls before it have written up to there.
+    A call with `at`, the bytes of some whole pages, continues the file that calls before it have written up to there.
     """
     with storage_errors("write", path):
         if direct and _write_direct(path, pages, size, _OVERWRITE if overwrite or at else _NEW, at):

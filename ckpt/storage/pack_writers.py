@@ -2,7 +2,7 @@
 
 A file is staged as it is to be on disk, but for checksums that are not known yet. They are filled in where the file
 lies in memory, and it is written with O_DIRECT: no copy, no page cache. Of compressed chunks each inner chunk is
-compressed from there, and they are written one behind the other.
+compressed from there, and they are written one behind the other, a few MiB at a time.
 
 Runs in a writer process. `write` may be called from several threads at once (4 to 8 keep a local disk busy). Nothing is
 durable before `finish`. After an error the save cannot be completed; its files are left for clean-up.
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -31,29 +30,11 @@ from ckpt.storage.links import refuse_link
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ALIGNMENT
 
-__all__ = ["ChunkToCompress", "FileJob", "PackWriter", "WrittenFile", "writing_threads"]
+__all__ = ["ChunkToCompress", "FileJob", "PackWriter", "WrittenFile"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BUFFER_BYTES = 4 << 20  # so much is compressed before it is written
 _LEFT_OUT = np.uint64(2**64 - 1)  # of an inner chunk that lies outside of the array
-
-
-def writing_threads(count: int, *, compress: bool) -> ThreadPoolExecutor:
-    """Return `count` threads to call `PackWriter.write` in, fewer and of a lower priority if they compress.
-
-    Compression uses processors, which training needs, too: the copy of the next save must not wait for them.
-    """
-    if not compress:
-        return ThreadPoolExecutor(count, "ckpt-write")
-    # More threads than processors would only take the contents of their caches from each other.
-    return ThreadPoolExecutor(min(count, len(os.sched_getaffinity(0))), "ckpt-write", _lower_priority)
-
-
-def _lower_priority() -> None:
-    # Linux has a priority for each thread. At 19, a save would take minutes where training leaves no processor idle.
-    thread = threading.get_native_id()
-    own = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, own + int(os.environ.get("BX", "10")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +94,7 @@ class PackWriter:
         self._threads = threads
         self._reuse = reuse
         self._direct = True
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._made: set[str] = set()
         self._files: list[str] = []
 

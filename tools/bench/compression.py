@@ -59,14 +59,14 @@ def run(options: argparse.Namespace) -> None:
     figures: _Figures = defaultdict(list)
     with temporary_folder(options.folder) as folder, ExitStack() as stack:
         savers = {
-            name: stack.enter_context(Checkpointer(folder / name, keep=1, staging=Staging(compression=how)))
+            name: stack.enter_context(Checkpointer(folder / name, keep=2, staging=Staging(compression=how)))
             for name, how in _OPTIONS.items()
         }
         for saver in savers.values():
             saver.warmup(state)
         for number, counts in enumerate(rounds(options.rounds)):
             for name in reversed(savers) if number % 2 else savers:
-                for what, value in _turn(savers[name], folder / name, state, nbytes, 4 * number).items():
+                for what, value in _turn(savers[name], folder / name, state, nbytes, 5 * number).items():
                     figures[name, what] += [value] if counts else []
     title = f"{nbytes / 1e9:.2f} GB of a model after {options.steps} steps of AdamW, {options.rounds} rounds"
     rows = _rows(figures)
@@ -85,13 +85,12 @@ def _turn(checkpointer: Checkpointer, root: Path, state: State, nbytes: int, ste
     figures["durable"] = time.perf_counter() - begin
     time.sleep(_SETTLE_S)
     figures["cpu to save"] = (_processor_seconds() - before) / nbytes * 1e9
-    figures["size"] = sum(file.stat().st_size for file in root.glob("step_*/packs/*/*")) / nbytes
-    checkpointer.async_save(state, step + 2)
-    time.sleep(figures["durable"] / 8)
-    checkpointer.async_save(state, step + 3)
+    figures["size"] = sum(file.stat().st_size for file in root.glob(f"step_{step + 1:08d}/packs/*/*")) / nbytes
+    for later in (2, 3, 4):  # there are two slots, so the third one waits for the first
+        checkpointer.async_save(state, step + later)
     checkpointer.maybe_finalize(blocking=True)
-    part = json.loads((root / f"step_{step + 3:08d}" / "parts" / "000" / "rank_00000.json").read_bytes())
-    figures["stall, a save in flight"] = part["times"]["stall_s"]
+    figures["stall, a save in flight"] = _times(root, step + 3)["stage_s"]
+    figures["wait for a slot, two saves in flight"] = _times(root, step + 4)["wait_s"]
     time.sleep(_SETTLE_S)
     with Checkpointer(root, read_only=True) as reader:
         before, begin = _processor_seconds(), time.perf_counter()
@@ -99,6 +98,12 @@ def _turn(checkpointer: Checkpointer, root: Path, state: State, nbytes: int, ste
         figures["restore"] = time.perf_counter() - begin
         figures["cpu to restore"] = (_processor_seconds() - before) / nbytes * 1e9
     return figures
+
+
+def _times(root: Path, step: int) -> dict[str, float]:
+    part = root / f"step_{step:08d}" / "parts" / "000" / "rank_00000.json"
+    times: dict[str, float] = json.loads(part.read_bytes())["times"]
+    return times
 
 
 def _processor_seconds() -> float:

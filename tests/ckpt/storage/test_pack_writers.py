@@ -1,10 +1,8 @@
 """Files of a pack: they hold encoded chunks that standard readers decode, whoever computed the checksums."""
 
-import os
 import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.compression import Compression
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ALIGNMENT
-from ckpt.storage.pack_writers import PackWriter, WrittenFile, writing_threads
+from ckpt.storage.pack_writers import PackWriter, WrittenFile
 from tests.ckpt.storage.chunks import CASES, Case, bits, elements, job
 from tests.ckpt.storage.conftest import Mount
 from tests.support import LeakCheck
@@ -129,17 +127,6 @@ def test_compressed_files_are_written_in_blocks(tmp_path: Path, file_system: str
     keys = [meta.chunk_key(index) for index, _, _ in chunks]
     encoded = {key: content[at : at + nbytes] for key, (at, nbytes) in zip(keys, places, strict=True)}
     assert bits(read_with_tensorstore(meta, encoded)) == bits(array)
-
-
-def test_threads_that_compress_yield_to_training() -> None:
-    def priority(*_: int) -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    own = priority()
-    for compress, expected in ((True, min(own + 10, 19)), (False, own)):
-        with writing_threads(3, compress=compress) as pool:
-            assert set(pool.map(priority, range(6))) == {expected}
-    assert priority() == own
 
 
 def test_does_not_bring_an_abandoned_save_back(tmp_path: Path) -> None:
