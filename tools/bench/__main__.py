@@ -43,6 +43,10 @@ KINDS = {
         "CPU that a save of many small tensors takes of training: in dicts, a module, an optimizer",
         "tools.bench.small",
     ),
+    "compression": Kind(
+        "saves with and without compression: size, processor time, stall, restore; of a model that was trained",
+        "tools.bench.compression",
+    ),
     "snapshot": Kind(
         "snapshots: stall, what one before each step costs, and a restart from one; one rank and two",
         "tools.bench.snapshot",
