@@ -53,7 +53,7 @@ _AT_LAST_CALL = "last_call"
 _AT_COMPLETION = "completion"
 _AT_END = "iteration_barrier"
 _DEPARTED = "departed"  # in each iteration; and in the whole store, where it is never deleted
-_JOINING, _JOINED = "joining", "joined"  # in the whole store, never deleted
+_JOINING, _JOINED = "joining", "joined"  # in the whole store; processes attend the first, the second is never deleted
 _CHUNK_S = 1.0
 _DECIDE_S = 1.0  # after which another process tries to decide
 OnLate = Callable[[list[int], float], object]  # see `Agreement.wait_roster`
@@ -234,20 +234,22 @@ class Agreement(Reports):
     def announce_newcomer(base_store: StoreVerbs, initial_rank: int, places: int) -> None:
         """Announce that a process waits to be named in the next roster. It has to check whether that names it.
 
-        `places` is how many ranks the job began with. One that waits in the same place has died: the launcher starts
-        one process after the other there. It is not named any more.
+        `places` is how many ranks the job began with. One that waits in the same place has died, although that may not
+        be known yet: the launcher starts one process after the other there. It is not named any more.
         """
         for earlier in Agreement.newcomers(base_store) - {initial_rank}:
             if earlier % places == initial_rank % places:
                 base_store.arrive(_DEPARTED, str(earlier))
-        base_store.arrive(_JOINING, str(initial_rank))
+        Agreement.stay_newcomer(base_store, initial_rank)
+
+    @staticmethod
+    def stay_newcomer(base_store: StoreVerbs, initial_rank: int) -> None:
+        """Go on waiting to be named in the next roster. To be called every second: one that has ended is not named."""
+        base_store.attend(_JOINING, str(initial_rank))
 
     @staticmethod
     def newcomers(base_store: StoreVerbs) -> set[int]:
-        """Return the initial ranks of the processes that wait to be named in the next roster.
-
-        One that has died while it waited is among them, until another one takes its place.
-        """
+        """Return the initial ranks of the processes that wait to be named in the next roster, and live."""
         waiting = set(base_store.members(_JOINING))
         if waiting:
             waiting -= base_store.members(_JOINED) | base_store.members(_DEPARTED)

@@ -54,7 +54,8 @@ class Contents:
 
     def __init__(self) -> None:
         self.keys: dict[bytes, bytes | bytearray] = {}  # what was appended to is a bytearray: it grows in place
-        self.sets: dict[bytes, dict[bytes, None]] = {}  # members in order of arrival
+        # Members in the order of arrival, each with its owner, which takes it away when it leaves; None: it stays.
+        self.sets: dict[bytes, dict[bytes, object]] = {}
         self._bytes = 0
         self._clients: dict[bytes, _Memory] = {}
 
@@ -104,6 +105,20 @@ class Contents:
         if any(key not in self.keys for key in waiter.keys):
             return None
         return Op.OK, tuple(bytes(self.keys[key]) for key in waiter.keys)
+
+    def attend(self, owner: object, name: bytes, member: bytes) -> Answer:
+        """Add a member that `leave` takes away again, unless it has another owner by then."""
+        try:
+            return Op.OK, (pack_number(self._enter(name, member, owner)),)
+        except NotApplicable as error:
+            return Op.FAILED, (str(error).encode(),)
+
+    def leave(self, owner: object, name: bytes, member: bytes) -> None:
+        """Remove a member, if it belongs to this owner."""
+        members = self.sets.get(name, {})
+        if members.get(member) is owner:
+            del members[member]
+            self._bytes -= len(member)
 
     def _set_all(self, arguments: Sequence[bytes]) -> Change:
         if len(arguments) % 2:
@@ -159,11 +174,16 @@ class Contents:
 
     def _arrive(self, arguments: Sequence[bytes]) -> Change:
         name, member = arguments
+        return Change((Op.OK, (pack_number(self._enter(name, member, None)),)), set_name=name)
+
+    def _enter(self, name: bytes, member: bytes, owner: object) -> int:
         members = self.sets.setdefault(name, {})
         if member not in members:
             self._grow(len(member))
-            members[member] = None
-        return Change((Op.OK, (pack_number(len(members)),)), set_name=name)
+        elif members[member] is None:
+            owner = None
+        members[member] = owner
+        return len(members)
 
     def _set(self, key: bytes, value: bytes) -> None:
         if len(value) > MAX_VALUE:

@@ -51,7 +51,7 @@ class StoreMixin(CompatibleVerbs):
                 count = store.delete_key(names[0])
             case Op.NUM_KEYS:
                 count = store.num_keys()
-            case Op.ARRIVE:
+            case Op.ARRIVE | Op.ATTEND:  # these stores do not notice that a process ends
                 count = _arrive(store, names[0], values[0])
             case Op.WAIT_SIZE:
                 count = self._wait_size(store, names[0], number(values[0]), call.timeout)

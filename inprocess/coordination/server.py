@@ -167,6 +167,9 @@ class StoreServer:
             self._drop(peer, TimeoutError(f"not authenticated within {_GREETING_S:g} s"))
         for peer in [peer for peer in self._peers if now - peer.heard_at >= self._silence_s]:
             self._drop(peer, TimeoutError(f"silent for {self._silence_s:g} s"))
+        for peer in self._peers:
+            if peer.attends and now - peer.heard_at >= self._silence_s / 4:  # it is stopped, or its node is lost
+                self._leave_sets(peer)
         self._check_at = now + min(1.0, self._silence_s / 4)
         self._accept_again()
 
@@ -221,9 +224,16 @@ class StoreServer:
         for waiter in peer.waiting.values():
             self._waiters.discard(waiter)
         peer.waiting.clear()
+        self._leave_sets(peer)
         self._strangers.pop(peer, None)
         self._peers.pop(peer, None)
         peer.close()
+
+    def _leave_sets(self, peer: _Peer) -> None:
+        """Remove the members that are there only while this peer is."""
+        for name, member in peer.attends:
+            self._contents.leave(peer, name, member)
+        peer.attends.clear()
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -284,6 +294,14 @@ class StoreServer:
             self._wait(peer, frame)
         elif frame.op.reads:
             peer.answer(frame.id, self._contents.read(frame))
+        elif frame.op is Op.ATTEND:
+            guard_key, guard_value, name, member = frame.fields
+            answer = self._contents.stale((guard_key, guard_value))
+            if answer is None:
+                peer.attends[name, member] = None
+                answer = self._contents.attend(peer, name, member)
+            peer.answer(frame.id, answer)
+            self._set_grew(name)
         else:
             raise WireError(f"{frame.op.name} is not a request")
 
@@ -349,6 +367,7 @@ class _Peer(FrameStream):
         self.nonce = fresh_nonce()
         self.client: bytes | None = None
         self.waiting: dict[int, Waiter[_Peer]] = {}
+        self.attends: dict[tuple[bytes, bytes], None] = {}  # sets, and its members there
         self.heard_at = time.monotonic()
         self.closed = False
         self._selector = selector

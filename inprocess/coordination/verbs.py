@@ -110,6 +110,14 @@ class StoreVerbs:
         """Add a member (one line of text) to a set, which may contain it already; return the size."""
         return number(self.perform(VerbCall(Op.ARRIVE, (name,), (member.encode(),)))[0])
 
+    def attend(self, name: str, member: str) -> int:
+        """Add a member that leaves the set when this process has ended; return the size.
+
+        To be repeated at least every two seconds: a member also leaves while its process has no connection, or is
+        stopped for long. With etcd it leaves within ten seconds. In a store of torch it stays.
+        """
+        return number(self.perform(VerbCall(Op.ATTEND, (name,), (member.encode(),)))[0])
+
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
         """Return the value of a key once it exists."""
         return self.multi_get((key,), timeout)[0]

@@ -39,7 +39,7 @@ __all__ = [
     "proof",
 ]
 
-PROTOCOL = b"inprocess store 3"
+PROTOCOL = b"inprocess store 4"
 MAX_VALUE = 4 << 20  # of one key; the store is for coordination, not for tensors
 MAX_BODY = 8 << 20  # of one frame
 MAX_GREETING = 1 << 10  # of a frame before the connection is authenticated
@@ -89,6 +89,8 @@ class Op(enum.IntEnum):
     # Answered when the condition holds. Guarded.
     GET = 8  # guard, guard, key*: when all exist; answered with their values
     WAIT_SIZE = 9  # guard, guard, name, size: when the set has that size
+
+    ATTEND = 10  # guard, guard, name, member: until the connection ends
 
     # Change contents, once for each id of a client. Guarded; then the floor: all ids below are settled.
     SET = 16  # key*, value*

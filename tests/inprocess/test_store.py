@@ -197,6 +197,13 @@ class TestEveryStore:
             store.wait_size("set", 3, SOON)
 
     @quick
+    def test_attending(self, connect: Connect) -> None:
+        store, other = connect(), connect()
+        assert [store.attend("set", "x"), other.attend("set", "y"), store.attend("set", "x")] == [1, 2, 2]
+        assert other.arrive("set", "z") == 3
+        assert store.members("set") == {"x", "y", "z"}
+
+    @quick
     def test_interruption_is_listed_until_locked(self, connect: Connect) -> None:
         store, other = connect(), connect()
         assert not store.is_interrupted()
