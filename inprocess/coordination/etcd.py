@@ -48,7 +48,7 @@ from inprocess.coordination.etcd_messages import (
     suffix,
 )
 from inprocess.coordination.store_compat import CompatibleVerbs
-from inprocess.coordination.verbs import NO_GUARD, Guard, VerbCall, in_bytes
+from inprocess.coordination.verbs import NO_GUARD, Guard, VerbCall, in_bytes, meet_in_steps
 from inprocess.coordination.wire import Op, number, pack_number
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.threads import JoinableThread
@@ -397,6 +397,7 @@ _VERBS: Mapping[Op, Callable[[EtcdClient, VerbCall], tuple[bytes, ...]]] = Mappi
         Op.ARRIVE: EtcdClient._arrive,
         Op.ATTEND: EtcdClient._attend,
         Op.WAIT_SIZE: EtcdClient._wait_size,
+        Op.MEET: lambda client, call: meet_in_steps(client.perform, call),
         Op.MEMBERS: EtcdClient._members,
     }
 )
