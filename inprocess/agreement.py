@@ -11,7 +11,7 @@ whichever process dies meanwhile:
               process runs code of this iteration, and the restart index is the next one
 
 Requests that change something, or wait, are guarded by the restart index (see `RestartIndex`), so no process acts on an
-old view: one that was stopped or cut off meanwhile gets StaleViewError. Each rank makes about a dozen small requests
+old view: one that was stopped or cut off meanwhile gets StaleViewError. Each rank makes about eight small requests
 for a restart. Only the process that writes the reason reads a list of all ranks. Tracebacks and stacks are written
 once, and read where they are shown.
 

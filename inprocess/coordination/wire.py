@@ -221,3 +221,5 @@ class FrameReader:
                 self._data = bytes(self._data)
             self._at = end
             yield _decode(self._data, start, end)
+        if self._at == len(self._data):
+            self._data, self._at = b"", 0  # of thousands of connections, most are silent for long
