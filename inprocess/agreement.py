@@ -11,7 +11,7 @@ whichever process dies meanwhile:
               process runs code of this iteration, and the restart index is the next one
 
 Requests that change something, or wait, are guarded by the restart index (see `RestartIndex`), so no process acts on an
-old view: one that was stopped or cut off meanwhile gets StaleViewError. Each rank makes about a dozen small requests
+old view: one that was stopped or cut off meanwhile gets StaleViewError. Each rank makes about eight small requests
 for a restart. Only the process that writes the reason reads a list of all ranks. Tracebacks and stacks are written
 once, and read where they are shown.
 
@@ -53,7 +53,8 @@ _AT_LAST_CALL = "last_call"
 _AT_COMPLETION = "completion"
 _AT_END = "iteration_barrier"
 _DEPARTED = "departed"  # in each iteration; and in the whole store, where it is never deleted
-_JOINING, _JOINED = "joining", "joined"  # in the whole store, never deleted
+_JOINING, _JOINED = "joining", "joined"  # in the whole store; processes attend the first, the second is never deleted
+_UNKNOWN_SIZE = 1 << 62
 _CHUNK_S = 1.0
 _DECIDE_S = 1.0  # after which another process tries to decide
 OnLate = Callable[[list[int], float], object]  # see `Agreement.wait_roster`
@@ -135,10 +136,10 @@ class Agreement(Reports):
         """Arrive at the completion barrier and return how the iteration ended. `on_late` as for `wait_roster`."""
 
         def decide() -> None:
-            if self._arrive(_AT_COMPLETION, initial_rank):
-                self._decide(_OUTCOME, IterationOutcome.COMPLETED.value)
+            self._decide(_OUTCOME, IterationOutcome.COMPLETED.value)
 
-        decide()
+        if self._arrive(_AT_COMPLETION, initial_rank):  # StaleViewError here, also where there is an outcome
+            decide()
         outcome = self._wait_decided(_OUTCOME, decide, _AT_COMPLETION, initial_rank, timeout_s, chunk_s, on_late)
         return IterationOutcome(outcome.decode())
 
@@ -150,8 +151,11 @@ class Agreement(Reports):
         Waits until every process has arrived here or departed, at most `wait_s`, so that the reports of one incident
         are listed together.
         """
-        self._answer_last_call(initial_rank)
-        reason = self._value(_REASON, wait_s)
+        if initial_rank in self._answered:
+            reason = self._value(_REASON, wait_s)
+        else:
+            reason = self._meet(_AT_LAST_CALL, initial_rank, _REASON, wait_s, self._decide_reason)
+            self._answered.add(initial_rank)
         attempt = 0
         while reason is None:
             # The first one decides: of thousands of ranks, one reads all records. If it dies, the next one decides.
@@ -195,17 +199,15 @@ class Agreement(Reports):
     def wait_roster(
         self, initial_rank: int, timeout_s: float, chunk_s: float = _CHUNK_S, on_late: OnLate | None = None
     ) -> Roster:
-        """Return the roster, the same on all ranks. The restart index is the next one then.
+        """Arrive at the end, and return the roster, the same on all ranks. The restart index is the next one then.
 
         After `timeout_s`, and again after half of that, one of the processes that wait calls `on_late` with the ranks
         that are absent and the time that it has waited. Without `on_late`: BarrierTimeout, with the processes that have
         arrived. StaleViewError if the others are further on.
         """
 
-        def arrive() -> None:
-            self.arrive_at_end(initial_rank)
-
-        text = self._wait_decided(_ROSTER, arrive, _AT_END, initial_rank, timeout_s, chunk_s, on_late)
+        self._answer_last_call(initial_rank)
+        text = self._wait_decided(_ROSTER, self._close_roster, _AT_END, initial_rank, timeout_s, chunk_s, on_late)
         roster = Roster.from_text(text)
         self.conclude(roster)
         return roster
@@ -234,20 +236,22 @@ class Agreement(Reports):
     def announce_newcomer(base_store: StoreVerbs, initial_rank: int, places: int) -> None:
         """Announce that a process waits to be named in the next roster. It has to check whether that names it.
 
-        `places` is how many ranks the job began with. One that waits in the same place has died: the launcher starts
-        one process after the other there. It is not named any more.
+        `places` is how many ranks the job began with. One that waits in the same place has died, although that may not
+        be known yet: the launcher starts one process after the other there. It is not named any more.
         """
         for earlier in Agreement.newcomers(base_store) - {initial_rank}:
             if earlier % places == initial_rank % places:
                 base_store.arrive(_DEPARTED, str(earlier))
-        base_store.arrive(_JOINING, str(initial_rank))
+        Agreement.stay_newcomer(base_store, initial_rank)
+
+    @staticmethod
+    def stay_newcomer(base_store: StoreVerbs, initial_rank: int) -> None:
+        """Go on waiting to be named in the next roster. To be called every second: one that has ended is not named."""
+        base_store.attend(_JOINING, str(initial_rank))
 
     @staticmethod
     def newcomers(base_store: StoreVerbs) -> set[int]:
-        """Return the initial ranks of the processes that wait to be named in the next roster.
-
-        One that has died while it waited is among them, until another one takes its place.
-        """
+        """Return the initial ranks of the processes that wait to be named in the next roster, and live."""
         waiting = set(base_store.members(_JOINING))
         if waiting:
             waiting -= base_store.members(_JOINED) | base_store.members(_DEPARTED)
@@ -334,20 +338,17 @@ class Agreement(Reports):
         except StoreTimeoutError:
             return None
 
-    def _decision(self, key: str, wait_s: float, decide: Callable[[], None]) -> bytes | None:
-        """Return the decision, if there is one within `wait_s`; else try to decide, and return None.
-
-        A decision that is there is returned although the view of this process has become old just now, because of it.
-        """
+    def _meet(self, name: str, initial_rank: int, key: str, wait_s: float, decide: Callable[[], None]) -> bytes | None:
+        """Arrive; return the decision, if there is one within `wait_s`. Who comes last decides."""
+        size = self.world_size or _UNKNOWN_SIZE
         try:
+            value = self.store.meet(name, str(initial_rank), size, key, timedelta(seconds=wait_s))
+        except StoreTimeoutError:
+            return None
+        if value is None:
+            decide()
             value = self._value(key, wait_s)
-            if value is None:
-                decide()
-            return value
-        except StaleViewError:
-            if not self.store.check([key]):
-                raise
-            return self.store.get(key)
+        return value
 
     def _wait_decided(
         self,
@@ -359,10 +360,11 @@ class Agreement(Reports):
         chunk_s: float,
         on_late: OnLate | None,
     ) -> bytes:
-        """Wait for a decision in chunks, so that the caller returns to bytecode; at each, try to decide. Return it.
+        """Arrive, and wait for a decision in chunks, so that the caller returns to bytecode. Return it.
 
-        The attempt matters when the process that should have decided has died just before. Time in which this process
-        was suspended does not count: the others may have been, too.
+        A process that notices that all have arrived tries to decide, also in a later chunk: the last one may have died
+        just before. Time in which this process was suspended does not count: the others may have been, too. A decision
+        is returned although the view of this process has become old just now, because of it.
         """
         waited, next_look_s = Silence(timeout_s), timeout_s
         while True:
@@ -370,7 +372,12 @@ class Agreement(Reports):
             next_look_s = min(next_look_s, waited_s + timeout_s)  # after a suspension it starts again
             pause_s = max(0.0, min(chunk_s, next_look_s - waited_s))
             waited.expect(pause_s)
-            value = self._decision(key, pause_s, decide)
+            try:
+                value = self._meet(name, initial_rank, key, pause_s, decide)
+            except StaleViewError:
+                if not self.store.check([key]):
+                    raise
+                value = self.store.get(key)
             if value is not None:
                 return value
             waited_s = waited.seconds()

@@ -10,9 +10,9 @@
 So no process waits for a newcomer that is not ready. Its initial rank is one that no process of the job ever had. One
 that comes before all ranks have met does not wait: it is the rank in whose place it was started; see `monitoring`.
 
-A newcomer that dies while it waits sends no sign of that. It counts as waiting until the next one in its place has
-arrived, or a roster names it: so others may ask for a restart as if it were there. The ranks then notice that its
-heartbeats are missing, as after the loss of a node, and restart without it: once for each that dies so.
+One that dies while it waits is not among the newcomers any more, as the store notices the end of its connection (of its
+lease, in etcd). So it is not named, and others do not count it. If it dies between the roster that names it and its
+first heartbeat, the ranks notice that by the missing heartbeats, as after the loss of a node, and restart without it.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ class Rejoin:
 
     It does if that makes more ranks active, but not more than at the start of the job: a process that would only be a
     spare waits for the next restart. With a `policy` of no delay it waits for others that may come, until the job has
-    as many ranks as at its start (`places`), or none has come for some seconds. All that have come count, also one that
-    has died since. `active_of` is that of the hooks. Once the function has returned on an active rank, there is nothing
-    to restart for.
+    as many ranks as at its start (`places`), or none has come for some seconds. Those count that live. `active_of` is
+    that of the hooks. Once the function has returned on an active rank, there is nothing to restart for.
     """
 
     def __init__(
@@ -139,6 +138,7 @@ class Newcomer:
                 place = self._place_in(agreements(ended)) if ended >= 0 else None
                 if place is not None:
                     return place
+            Agreement.stay_newcomer(store, self.initial_rank)
             with contextlib.suppress(StaleViewError):
                 agreement = agreements(iteration)
                 if rejoin.is_due(agreement):

@@ -365,7 +365,6 @@ class RestartProtocol:
         assert self._agreement is not None
         took_s = int(time.monotonic() - self._roster_s)
         self._agreement.report_progress({**self._services.progress(), SECONDS: took_s})
-        self._agreement.arrive_at_end(self._initial_rank)
         roster = self._agreement.wait_roster(
             self._initial_rank,
             self._settings.barrier_timeout.total_seconds(),

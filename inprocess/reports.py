@@ -103,7 +103,7 @@ class Reports:
     def report_progress(self, progress: Mapping[str, int]) -> None:
         """Report how far this process has come, before it arrives at the end. The largest of each kind counts."""
         for kind, number in progress.items():
-            found = (self._peek(_progress_key(kind)) or b"").decode()
+            found = ""
             while number > int(found or 0):
                 found = self.store.compare_set(_progress_key(kind), found, str(number)).decode()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from inprocess.coordination.wire import MAX_VALUE, Frame, Op, WireError, number, pack_number
 
@@ -22,7 +22,7 @@ class NotApplicable(Exception):
     """The change does not fit the value of the key, or would make the store too large."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Memory:
     """The changes of one client. Everything below `floor` is settled: applied and answered, or given up.
 
@@ -36,12 +36,11 @@ class _Memory:
     def raise_floor(self, floor: int) -> None:
         if floor > self.floor:
             self.floor = floor
-            for id in [known for known in self.answers if known < floor]:
-                del self.answers[id]
+            if self.answers:
+                self.answers = {id: answer for id, answer in self.answers.items() if id >= floor}
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """The result of a request that changes something: the answer, and what it changed (nothing if applied before)."""
 
     answer: Answer
@@ -54,7 +53,8 @@ class Contents:
 
     def __init__(self) -> None:
         self.keys: dict[bytes, bytes | bytearray] = {}  # what was appended to is a bytearray: it grows in place
-        self.sets: dict[bytes, dict[bytes, None]] = {}  # members in order of arrival
+        # Members in the order of arrival, each with its owner, which takes it away when it leaves; None: it stays.
+        self.sets: dict[bytes, dict[bytes, object]] = {}
         self._bytes = 0
         self._clients: dict[bytes, _Memory] = {}
 
@@ -72,7 +72,9 @@ class Contents:
     def change(self, client: bytes, frame: Frame) -> Change:
         """Apply a frame that changes contents, unless it was applied before. ValueError if it is malformed."""
         guard_key, guard_value, floor, *arguments = frame.fields
-        memory = self._clients.setdefault(client, _Memory())
+        memory = self._clients.get(client)
+        if memory is None:
+            memory = self._clients[client] = _Memory()
         memory.raise_floor(number(floor))
         if frame.id in memory.answers:
             return Change(memory.answers[frame.id])
@@ -104,6 +106,28 @@ class Contents:
         if any(key not in self.keys for key in waiter.keys):
             return None
         return Op.OK, tuple(bytes(self.keys[key]) for key in waiter.keys)
+
+    def meet(self, waiter: Waiter[Any], name: bytes, member: bytes, size: int) -> Answer | None:
+        """Add a member; return the answer to the wait for a key; OK if there is none, and the set has this size."""
+        try:
+            is_last = self._enter(name, member, None) >= size
+        except NotApplicable as error:
+            return Op.FAILED, (str(error).encode(),)
+        return self.answer_to(waiter) or ((Op.OK, ()) if is_last else None)
+
+    def attend(self, owner: object, name: bytes, member: bytes) -> Answer:
+        """Add a member that `leave` takes away again, unless it has another owner by then."""
+        try:
+            return Op.OK, (pack_number(self._enter(name, member, owner)),)
+        except NotApplicable as error:
+            return Op.FAILED, (str(error).encode(),)
+
+    def leave(self, owner: object, name: bytes, member: bytes) -> None:
+        """Remove a member, if it belongs to this owner."""
+        members = self.sets.get(name, {})
+        if members.get(member) is owner:
+            del members[member]
+            self._bytes -= len(member)
 
     def _set_all(self, arguments: Sequence[bytes]) -> Change:
         if len(arguments) % 2:
@@ -159,11 +183,16 @@ class Contents:
 
     def _arrive(self, arguments: Sequence[bytes]) -> Change:
         name, member = arguments
+        return Change((Op.OK, (pack_number(self._enter(name, member, None)),)), set_name=name)
+
+    def _enter(self, name: bytes, member: bytes, owner: object) -> int:
         members = self.sets.setdefault(name, {})
         if member not in members:
             self._grow(len(member))
-            members[member] = None
-        return Change((Op.OK, (pack_number(len(members)),)), set_name=name)
+        elif members[member] is None:
+            owner = None
+        members[member] = owner
+        return len(members)
 
     def _set(self, key: bytes, value: bytes) -> None:
         if len(value) > MAX_VALUE:
@@ -197,7 +226,7 @@ _CHANGES: Mapping[Op, Callable[[Contents, Sequence[bytes]], Change]] = MappingPr
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Waiter(Generic[_P]):
     """One waiting request of `peer`: for all of `keys`, or for `size` members of the set `set_name`."""
 

@@ -1,7 +1,7 @@
 """The coordination store in an etcd cluster: it survives the loss of any minority of the cluster's members.
 
 The keys of a job begin with "/inprocess/<job>/" and have a lease: when no process of the job has renewed it for some
-minutes, etcd deletes them all.
+minutes, etcd deletes them all. Members that leave with their process have a short lease of that process.
 
     k/<key>\\0              the value of a key
     k/<key>\\0<serial>      what was appended to it, one part each; etcd knows their order
@@ -17,7 +17,6 @@ it was applied before. The revision of a mark is that of its change, and etcd st
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import os
@@ -32,6 +31,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
 from inprocess.coordination.etcd_gateway import EtcdCluster, EtcdGateway, EtcdRequest, address_towards
+from inprocess.coordination.etcd_lease import EtcdLease
 from inprocess.coordination.etcd_messages import (
     Answers,
     Entry,
@@ -48,7 +48,7 @@ from inprocess.coordination.etcd_messages import (
     suffix,
 )
 from inprocess.coordination.store_compat import CompatibleVerbs
-from inprocess.coordination.verbs import NO_GUARD, Guard, VerbCall, in_bytes
+from inprocess.coordination.verbs import NO_GUARD, Guard, VerbCall, in_bytes, meet_in_steps
 from inprocess.coordination.wire import Op, number, pack_number
 from inprocess.exception import StaleViewError, StoreError, StoreLostError, StoreTimeoutError
 from inprocess.ipc.threads import JoinableThread
@@ -59,6 +59,7 @@ _log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 _T = TypeVar("_T")
 _LEASE_S = 900  # many heartbeat timeouts: without a renewal for so long, the job has ended
+_PRESENCE_S = 10  # without a renewal for so long, the process has
 _LOOKS = 6  # of the thread of a client, within its patience
 _OPS = 100  # in a transaction; etcd accepts 128 by default
 _CHECK_S = 5.0  # between checks of a wait, in case the process that should have reported a size has died
@@ -104,11 +105,12 @@ class EtcdClient(CompatibleVerbs):
         self._slots = _Slots()
         self._has_changed = False  # since the last look of the thread
         self._gateway = EtcdGateway(cluster, self._patience_s)
-        self._lease = int.from_bytes(hashlib.sha256(self._root.encode()).digest()[:8]) >> 1 or 1
+        self._lease = EtcdLease(self._gateway, self._root, _LEASE_S)
+        self._presence = EtcdLease(self._gateway, f"{self._root}{self._id}", _PRESENCE_S)
         self._closing = threading.Event()
         self._thread = JoinableThread(self._stay, "inprocess-etcd-lease")
         try:
-            self._gateway.run(self._make_lease)
+            self._lease.grant()
             self._change(NO_GUARD, [])  # fails without the permission to write
             self._thread.start()
         except BaseException:
@@ -220,13 +222,18 @@ class EtcdClient(CompatibleVerbs):
 
     # -- sets ----------------------------------------------------------------------------------------------------------
 
-    def _arrive(self, call: VerbCall) -> tuple[bytes, ...]:
+    def _attend(self, call: VerbCall) -> tuple[bytes, ...]:
+        if not self._presence.renew():
+            self._presence.grant()
+        return self._arrive(call, self._presence.id)
+
+    def _arrive(self, call: VerbCall, lease: int = 0) -> tuple[bytes, ...]:
         (name,), (member,) = call.names, call.values
         reads = [
             read(self._range("s", f"{name}\0"), count_only=True),
             read(self._range("w", f"{name}\0"), keys_only=True),
         ]
-        answers = self._change(call.guard, [self._put("s", name, member.decode()), *reads])
+        answers = self._change(call.guard, [self._put("s", name, member.decode(), lease=lease), *reads])
         assert answers is not None
         size = answers.count(1)
         for wanted in map(suffix, answers.entries(2)):
@@ -265,8 +272,8 @@ class EtcdClient(CompatibleVerbs):
         first = f"{self._root}{kind}/{prefix}".encode()
         return KeyRange(first + b"\0" if prefix.endswith("\0") else first, after(first))
 
-    def _put(self, kind: str, name: str, rest: str, value: str | bytes = b"") -> Message:
-        return put(self._name(kind, name, rest), in_bytes(value), self._lease)
+    def _put(self, kind: str, name: str, rest: str, value: str | bytes = b"", lease: int = 0) -> Message:
+        return put(self._name(kind, name, rest), in_bytes(value), lease or self._lease.id)
 
     # -- transactions --------------------------------------------------------------------------------------------------
 
@@ -350,13 +357,6 @@ class EtcdClient(CompatibleVerbs):
 
     # -- the lease -----------------------------------------------------------------------------------------------------
 
-    def _make_lease(self, request: EtcdRequest) -> None:
-        try:
-            self._gateway.post(request, "/v3/lease/grant", {"ID": str(self._lease), "TTL": str(_LEASE_S)})
-        except StoreError as error:
-            if "lease already exists" not in str(error):  # granted by another process of the job
-                raise
-
     def _stay(self) -> None:
         """Renew the lease, and notice when the cluster is lost, or accepts no changes, although it answers reads."""
         renew_at, refused = 0.0, 0
@@ -366,7 +366,10 @@ class EtcdClient(CompatibleVerbs):
                     self._change(NO_GUARD, [])
                 self._has_changed = False
                 if time.monotonic() >= renew_at:
-                    self._gateway.run(self._renew_lease)
+                    if not self._lease.renew():
+                        raise StoreError(
+                            f"the lease of job {self.job!r} has expired: no process renewed it for {_LEASE_S} s"
+                        )
                     renew_at = time.monotonic() + _LEASE_S / 6
                 refused = 0
             except StoreError as error:
@@ -378,11 +381,6 @@ class EtcdClient(CompatibleVerbs):
                     self._gateway.give_up(f"for {self._patience_s:g} s, no change was possible: {error}")
                 if self.lost:
                     return
-
-    def _renew_lease(self, request: EtcdRequest) -> None:
-        answer = self._gateway.post(request, "/v3/lease/keepalive", {"ID": str(self._lease)})
-        if int(answer.get("TTL", 0)) <= 0:
-            raise StoreError(f"the lease of job {self.job!r} has expired: no process renewed it for {_LEASE_S} s")
 
 
 _VERBS: Mapping[Op, Callable[[EtcdClient, VerbCall], tuple[bytes, ...]]] = MappingProxyType(
@@ -397,7 +395,9 @@ _VERBS: Mapping[Op, Callable[[EtcdClient, VerbCall], tuple[bytes, ...]]] = Mappi
         Op.DELETE_PREFIX: EtcdClient._delete_prefix,
         Op.NUM_KEYS: EtcdClient._num_keys,
         Op.ARRIVE: EtcdClient._arrive,
+        Op.ATTEND: EtcdClient._attend,
         Op.WAIT_SIZE: EtcdClient._wait_size,
+        Op.MEET: lambda client, call: meet_in_steps(client.perform, call),
         Op.MEMBERS: EtcdClient._members,
     }
 )

@@ -23,6 +23,7 @@ __all__ = ["ClientConnection", "FrameStream", "RefusedError"]
 
 _RECEIVE = 1 << 16
 _SEND = 1 << 20
+_CLOSED = "the other end closed the connection"
 
 
 class FrameStream:
@@ -43,6 +44,14 @@ class FrameStream:
 
     def send(self, frame: bytes) -> None:
         """Send a frame; if the other end is slow, the rest is sent by a later `flush`."""
+        if not self.unsent:
+            try:
+                sent = self._socket.send(frame)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(frame):
+                return
+            frame = frame[sent:]
         self.unsent += frame
         self.flush()
 
@@ -58,16 +67,19 @@ class FrameStream:
     def receive(self) -> list[Frame]:
         """Receive once; return all frames that are complete. ConnectionResetError if the connection was closed."""
         try:
-            self.fill()
+            data = self._socket.recv(_RECEIVE)
         except BlockingIOError:
             return []
+        if not data:
+            raise ConnectionResetError(_CLOSED)
+        self.reader.feed(data)
         return list(self.reader.frames())
 
     def fill(self) -> None:
         """Receive once, blocking if the socket is."""
         data = self._socket.recv(_RECEIVE)
         if not data:
-            raise ConnectionResetError("the other end closed the connection")
+            raise ConnectionResetError(_CLOSED)
         self.reader.feed(data)
 
 

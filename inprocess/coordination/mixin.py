@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from inprocess.coordination.store_compat import CompatibleVerbs
-from inprocess.coordination.verbs import StoreVerbs, VerbCall
+from inprocess.coordination.verbs import StoreVerbs, VerbCall, meet_in_steps
 from inprocess.coordination.wire import Op, number, pack_number
 from inprocess.exception import StoreTimeoutError
 
@@ -51,8 +51,10 @@ class StoreMixin(CompatibleVerbs):
                 count = store.delete_key(names[0])
             case Op.NUM_KEYS:
                 count = store.num_keys()
-            case Op.ARRIVE:
+            case Op.ARRIVE | Op.ATTEND:  # these stores do not notice that a process ends
                 count = _arrive(store, names[0], values[0])
+            case Op.MEET:
+                return meet_in_steps(self.perform, call)
             case Op.WAIT_SIZE:
                 count = self._wait_size(store, names[0], number(values[0]), call.timeout)
             case Op.DELETE_PREFIX:

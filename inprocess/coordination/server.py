@@ -141,7 +141,7 @@ class StoreServer:
                 peer.heard_at = now if again else peer.heard_at + missed_s
         for key, events in ready:
             if isinstance(key.data, _Peer):
-                self._attend(key.data, events)
+                self._attend(key.data, events, now)
             elif key.fileobj is self._wake:
                 self._wake.clear()
             else:
@@ -149,12 +149,15 @@ class StoreServer:
         if now >= self._check_at:
             self._drop_silent(now)
 
-    def _attend(self, peer: _Peer, events: int) -> None:
+    def _attend(self, peer: _Peer, events: int, now: float) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 peer.flush()
             if events & selectors.EVENT_READ:
-                for frame in peer.receive():
+                frames = peer.receive()
+                if peer.client is not None:
+                    peer.heard_at = now
+                for frame in frames:
                     if peer.closed:
                         return
                     self._handle(peer, frame)
@@ -167,6 +170,9 @@ class StoreServer:
             self._drop(peer, TimeoutError(f"not authenticated within {_GREETING_S:g} s"))
         for peer in [peer for peer in self._peers if now - peer.heard_at >= self._silence_s]:
             self._drop(peer, TimeoutError(f"silent for {self._silence_s:g} s"))
+        for peer in self._peers:
+            if peer.attends and now - peer.heard_at >= self._silence_s / 4:  # it is stopped, or its node is lost
+                self._leave_sets(peer)
         self._check_at = now + min(1.0, self._silence_s / 4)
         self._accept_again()
 
@@ -221,9 +227,16 @@ class StoreServer:
         for waiter in peer.waiting.values():
             self._waiters.discard(waiter)
         peer.waiting.clear()
+        self._leave_sets(peer)
         self._strangers.pop(peer, None)
         self._peers.pop(peer, None)
         peer.close()
+
+    def _leave_sets(self, peer: _Peer) -> None:
+        """Remove the members that are there only while this peer is."""
+        for name, member in peer.attends:
+            self._contents.leave(peer, name, member)
+        peer.attends.clear()
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -245,6 +258,9 @@ class StoreServer:
         op = frame.op
         if peer.client is None:
             self._greet(peer, frame)
+        elif op.reads or op.waits or op.changes or op is Op.ATTEND:
+            self.request_count += 1
+            self._serve_request(peer, peer.client, frame)
         elif op is Op.PING:
             peer.send(encode(Op.PONG))
         elif op is Op.BYE:
@@ -255,8 +271,7 @@ class StoreServer:
             if waiter is not None:
                 self._release(waiter, (Op.CANCELLED, ()))
         else:
-            self.request_count += 1
-            self._serve_request(peer, peer.client, frame)
+            raise WireError(f"{op.name} is not a request")
 
     def _greet(self, peer: _Peer, frame: Frame) -> None:
         if frame.op is not Op.HELLO or len(frame.fields) != 3:
@@ -284,18 +299,28 @@ class StoreServer:
             self._wait(peer, frame)
         elif frame.op.reads:
             peer.answer(frame.id, self._contents.read(frame))
-        else:
-            raise WireError(f"{frame.op.name} is not a request")
+        else:  # ATTEND
+            guard_key, guard_value, name, member = frame.fields
+            peer.attends[name, member] = None
+            answer = self._contents.stale((guard_key, guard_value))
+            peer.answer(frame.id, answer or self._contents.attend(peer, name, member))
+            self._set_grew(name)
 
     def _wait(self, peer: _Peer, frame: Frame) -> None:
         guard_key, guard_value, *rest = frame.fields
         guard = (guard_key, guard_value)
+        answer = self._contents.stale(guard)
         if frame.op is Op.GET:
             waiter = Waiter(peer, frame.id, guard, keys=tuple(rest))
+        elif frame.op is Op.MEET:
+            name, key, member, size = rest
+            waiter = Waiter(peer, frame.id, guard, keys=(key,))
+            answer = answer or self._contents.meet(waiter, name, member, number(size))
+            self._set_grew(name)
         else:
             name, size = rest
             waiter = Waiter(peer, frame.id, guard, set_name=name, size=number(size))
-        answer = self._contents.stale(guard) or self._contents.answer_to(waiter)
+        answer = answer or self._contents.answer_to(waiter)
         if answer is not None:
             peer.answer(frame.id, answer)
         elif frame.id not in peer.waiting:
@@ -349,17 +374,14 @@ class _Peer(FrameStream):
         self.nonce = fresh_nonce()
         self.client: bytes | None = None
         self.waiting: dict[int, Waiter[_Peer]] = {}
+        self.attends: dict[tuple[bytes, bytes], None] = {}  # sets, and its members there
         self.heard_at = time.monotonic()
         self.closed = False
+        self._waits_to_send = False
         self._selector = selector
         self._server = server
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, self)
-
-    def fill(self) -> None:
-        super().fill()
-        if self.client is not None:
-            self.heard_at = time.monotonic()
 
     def answer(self, id: int, answer: Answer) -> None:
         """Answer a request."""
@@ -376,8 +398,9 @@ class _Peer(FrameStream):
 
     def flush(self) -> None:
         super().flush()
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
-        if self._selector.get_key(self._socket).events != events:
+        if self._waits_to_send != bool(self.unsent):
+            self._waits_to_send = bool(self.unsent)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
             self._selector.modify(self._socket, events, self)
 
     def close(self) -> None:

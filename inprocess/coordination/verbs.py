@@ -15,13 +15,13 @@ So a new verb is an `Op`, a method here, and its implementation in `contents`, `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 from inprocess.coordination.wire import Op, number, pack_number
 
-__all__ = ["NO_GUARD", "Guard", "VerbCall", "StoreVerbs", "few", "in_bytes"]
+__all__ = ["NO_GUARD", "Guard", "VerbCall", "StoreVerbs", "few", "in_bytes", "meet_in_steps"]
 
 
 class Guard(NamedTuple):
@@ -55,7 +55,7 @@ class VerbCall(NamedTuple):
         """The subject of a wait, for a message."""
         if self.op is Op.WAIT_SIZE:
             return f"member {number(self.values[0])} of {self.names[0]!r}"
-        return few(self.names)
+        return few(self.names[-1:] if self.op is Op.MEET else self.names)
 
 
 class StoreVerbs:
@@ -110,6 +110,14 @@ class StoreVerbs:
         """Add a member (one line of text) to a set, which may contain it already; return the size."""
         return number(self.perform(VerbCall(Op.ARRIVE, (name,), (member.encode(),)))[0])
 
+    def attend(self, name: str, member: str) -> int:
+        """Add a member that leaves the set when this process has ended; return the size.
+
+        To be repeated at least every two seconds: a member also leaves while its process has no connection, or is
+        stopped for long. With etcd it leaves within ten seconds. In a store of torch it stays.
+        """
+        return number(self.perform(VerbCall(Op.ATTEND, (name,), (member.encode(),)))[0])
+
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
         """Return the value of a key once it exists."""
         return self.multi_get((key,), timeout)[0]
@@ -130,6 +138,16 @@ class StoreVerbs:
         """Wait until a set has `size` members; return how many it has."""
         return number(self.perform(VerbCall(Op.WAIT_SIZE, (name,), (pack_number(size),), self._limit(timeout)))[0])
 
+    def meet(self, name: str, member: str, size: int, key: str, timeout: timedelta | None = None) -> bytes | None:
+        """Add a member, and return the value of `key` once it exists; None if it does not, and the set has this size.
+
+        So the process that has come last learns at once that it is to write the key. `arrive` and `get_within`, in one
+        request with our server.
+        """
+        values = member.encode(), pack_number(size)
+        found = self.perform(VerbCall(Op.MEET, (name, key), values, self._limit(timeout)))
+        return found[0] if found else None
+
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all these keys exist now."""
         return bool(number(self.perform(VerbCall(Op.CHECK, keys, is_guarded=False))[0]))
@@ -144,6 +162,16 @@ class StoreVerbs:
 
     def _limit(self, timeout: timedelta | None) -> timedelta:
         return self.timeout if timeout is None else timeout
+
+
+def meet_in_steps(perform: Callable[[VerbCall], tuple[bytes, ...]], call: VerbCall) -> tuple[bytes, ...]:
+    """Execute `meet` in a store that has no such request."""
+    (name, key), (member, size) = call.names, call.values
+    arrived = perform(call._replace(op=Op.ARRIVE, names=(name,), values=(member,)))
+    found = perform(call._replace(op=Op.CHECK, names=(key,), values=()))
+    if number(arrived[0]) >= number(size) and not number(found[0]):
+        return ()
+    return perform(call._replace(op=Op.GET, names=(key,), values=()))
 
 
 def in_bytes(value: str | bytes) -> bytes:

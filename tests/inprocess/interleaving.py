@@ -178,6 +178,16 @@ class SteppedStore:
         members.add(member)
         return len(members)
 
+    def meet(self, name: str, member: str, size: int, key: str, timeout: timedelta) -> bytes | None:
+        self._step()
+        members = self._contents.sets.setdefault(name, set())
+        members.add(member)
+        if key not in self._contents.values:
+            if len(members) >= size:
+                return None
+            raise StoreTimeoutError(f"{key} is not there")
+        return self._contents.values[key].encode()
+
     def members(self, name: str) -> frozenset[str]:
         self._actor.step()
         return frozenset(self._contents.sets.get(name, ()))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Semaphore
@@ -25,6 +28,8 @@ from inprocess.rank_assignment import (
 )
 from inprocess.rank_filter import MaxActiveWorldSize as ClassicMaxActiveWorldSize
 from inprocess.settings import RejoinPolicy
+from tests.inprocess.coordination.helpers import eventually
+from tests.support.template import quick_python
 
 LONG_S = 20.0
 
@@ -262,6 +267,74 @@ def test_one_that_died_before_it_was_named_is_not_waited_for_once_its_place_is_t
         roster = end_of(job)
         assert roster.joined == (7,)
         assert place.result(LONG_S).rank == 2
+
+
+NEWCOMER = """
+import json
+import sys
+from inprocess.agreement import Agreement
+from inprocess.coordination import Access, CoordinationStore, Namespace
+from inprocess.joining import Newcomer, Rejoin
+from inprocess.settings import RejoinPolicy
+
+access, initial_rank, places, policy = json.loads(sys.argv[1])
+store = CoordinationStore(Access.from_document(access))
+Newcomer(initial_rank, None).wait_for_place(
+    store,
+    lambda iteration: Agreement(Namespace(iteration, store), iteration),
+    60.0,
+    Rejoin(RejoinPolicy.from_text(policy), places, int),
+)
+"""
+
+
+@contextlib.contextmanager
+def newcomer_process(job: Job, place: int, policy: str) -> Iterator[Callable[[], None]]:
+    """A process in the place of this rank waits; the function kills it, and returns when the job can know that."""
+    initial_rank = place + job.places
+    argument = json.dumps([job.store.access.to_document(), initial_rank, job.places, policy])
+    with subprocess.Popen([quick_python(), "-c", NEWCOMER, argument]) as process:
+
+        def kill() -> None:
+            process.kill()
+            process.wait(LONG_S)
+            eventually(lambda: initial_rank not in Agreement.newcomers(job.store))
+
+        try:
+            eventually(lambda: initial_rank in Agreement.newcomers(job.store))
+            yield kill
+        finally:
+            process.kill()
+
+
+def test_a_restart_is_without_one_that_was_killed_while_it_waited(store: CoordinationStore) -> None:
+    job = Job(store, 3, 2, (2, 3))
+    with newcomer_process(job, 1, "next-restart") as kill:
+        kill()
+        job.ranks[1].interrupt(InterruptionRecord(1, Interruption.EXCEPTION))
+        assert end_of(job).joined == ()
+
+
+def test_the_restart_that_one_has_asked_for_is_without_it_if_it_was_killed_since(store: CoordinationStore) -> None:
+    job = Job(store, 3, 2, (2, 3))
+    with newcomer_process(job, 1, "now") as kill:
+        assert job.ranks[0].wait_outcome(LONG_S) is IterationOutcome.INTERRUPTED
+        kill()
+        assert end_of(job).joined == ()
+
+
+def test_one_that_was_killed_makes_no_job_complete(store: CoordinationStore) -> None:
+    job = Job(store, 4, 2, (2, 4))
+    with newcomer_process(job, 3, "next-restart") as kill:
+        kill()
+        assert not job.newcomer(2)(), "the job has 3 of 4 ranks with it, so it waits for the fourth"
+
+
+def test_one_that_waits_for_long_is_named(store: CoordinationStore) -> None:
+    job = Job(store, 3, 2, (2, 3))
+    with newcomer_process(job, 1, "next-restart"):
+        job.ranks[1].interrupt(InterruptionRecord(1, Interruption.EXCEPTION))
+        assert end_of(job).joined == (4,)
 
 
 @pytest.mark.parametrize(

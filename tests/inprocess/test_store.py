@@ -197,6 +197,27 @@ class TestEveryStore:
             store.wait_size("set", 3, SOON)
 
     @quick
+    def test_attending(self, connect: Connect) -> None:
+        store, other = connect(), connect()
+        assert [store.attend("set", "x"), other.attend("set", "y"), store.attend("set", "x")] == [1, 2, 2]
+        assert other.arrive("set", "z") == 3
+        assert store.members("set") == {"x", "y", "z"}
+
+    def test_meeting(self, connect: Connect, pool: ThreadPoolExecutor) -> None:
+        store, other = connect(), connect()
+        with pytest.raises(StoreTimeoutError, match="absent"):
+            store.meet("other", "x", 2, "absent", timedelta(0))
+        assert store.members("other") == {"x"}
+        waiting = pool.submit(store.meet, "set", "x", 2, "value", LONG)
+        assert other.wait_size("set", 1, LONG) == 1
+        assert other.meet("set", "y", 2, "value", LONG) is None, "it came last"
+        assert not waiting.done()
+        other.set("value", "1")
+        assert waiting.result(20) == b"1"
+        assert other.meet("set", "z", 2, "value", LONG) == b"1"
+        assert store.members("set") == {"x", "y", "z"}
+
+    @quick
     def test_interruption_is_listed_until_locked(self, connect: Connect) -> None:
         store, other = connect(), connect()
         assert not store.is_interrupted()

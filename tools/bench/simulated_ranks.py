@@ -94,7 +94,6 @@ class SimulatedRank:
         agreement.has_hang()
         agreement.last_call(self.rank, _LONG_S)
         agreement.report_progress({SECONDS: 0})
-        agreement.arrive_at_end(self.rank)
         agreement.wait_roster(self.rank, _LONG_S, _LONG_S)
         self._stop_sibling()
         self.iteration += 1

@@ -356,7 +356,7 @@ def test_without_its_lease_the_store_is_lost(connect: Connect, pool: ThreadPoolE
     """Everything in it was deleted: what is written afterwards would be another store."""
     client = connect(patience=SHORT)
     waiting = pool.submit(client.wait, ["absent"], LONG)
-    post(client, "/v3/lease/revoke", ID=str(client._lease))
+    post(client, "/v3/lease/revoke", ID=str(client._lease.id))
     failure = waiting.exception(30)
     assert isinstance(failure, StoreLostError)
     assert "for 2 s, no change was possible: the lease of job" in str(failure)
@@ -525,10 +525,27 @@ def test_everything_has_a_lease(etcd: Etcd, client: EtcdClient) -> None:
     client.compare_set("other", "", "x")
     with pytest.raises(StoreTimeoutError):
         client.wait_size("set", 2, timedelta(0))
-    arguments = ["etcdctl", f"--endpoints={etcd.endpoints[0]}", "lease", "timetolive", "--keys", f"{client._lease:x}"]
+    arguments = [
+        "etcdctl",
+        f"--endpoints={etcd.endpoints[0]}",
+        "lease",
+        "timetolive",
+        "--keys",
+        f"{client._lease.id:x}",
+    ]
     said = subprocess.run(
         arguments, env={**os.environ, "ETCDCTL_API": "3"}, check=True, capture_output=True, text=True, timeout=30
     ).stdout
     assert "granted with TTL(900s)" in said
     for kind in ("k/key", "k/log", "s/set", "k/other", "w/set", "m/"):
         assert kind in said
+
+
+def test_a_member_that_attends_leaves_when_its_process_has_ended(connect: Connect, client: EtcdClient) -> None:
+    other = connect()
+    assert [other.attend("set", "x"), other.attend("set", "x"), client.attend("set", "y")] == [1, 1, 2]
+    post(client, "/v3/lease/revoke", ID=str(other._presence.id))  # as when it expires
+    assert client.members("set") == {"y"}
+    assert other.attend("set", "x") == 2, "it was only cut off, and comes back"
+    remaining = post(client, "/v3/lease/timetolive", ID=str(other._presence.id))
+    assert int(remaining["grantedTTL"]) == 10

@@ -270,6 +270,30 @@ def test_a_server_that_was_suspended_itself_drops_no_client() -> None:
         assert answer_of(client) == "x\n"
 
 
+def test_a_member_that_attends_leaves_with_its_connection(server: StoreServer, connect: Connect) -> None:
+    client, other, again = connect(), connect(), connect()
+    for each in (other, again):
+        assert each.attend("set", "x") == 1
+    other.close()
+    eventually(lambda: server.client_count == 2)
+    assert client.members("set") == {"x"}, "another connection has it"
+    again.close()
+    eventually(lambda: not client.members("set"))
+
+
+def test_a_member_that_attends_leaves_when_it_is_silent() -> None:
+    server = StoreServer(Access("127.0.0.1", 0), silence_s=8.0)
+    access = server.start()
+    silent = CoordinationStore(access, ping_interval=timedelta(seconds=100))
+    with CoordinationStore(access, ping_interval=timedelta(seconds=0.1)) as client:
+        assert [silent.attend("set", "x"), client.attend("set", "y"), client.arrive("set", "z")] == [1, 2, 3]
+        eventually(lambda: client.members("set") == {"y", "z"})
+        assert server.client_count == 2, "the connection is still there"
+        assert silent.attend("set", "x") == 3
+    silent.close()
+    server.close()
+
+
 def test_a_limit_of_descriptors_that_is_too_low_is_named() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     server = StoreServer(Access("127.0.0.1", 0))
