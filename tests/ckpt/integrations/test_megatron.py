@@ -165,7 +165,10 @@ def _load_and_compare(rank: int, world_size: int, root: Path, divisions: list[tu
     folder = str(root / "iter_0000100")
     assert core.check_is_distributed_checkpoint(folder)
     for tp, pp in divisions:
-        loaded = core.load(_model(tp, pp, blank=True, padded=16), folder, megatron.CkptLoadStrategy())
+        seen: list[Any] = []
+        with ckpt.observe(seen.append):
+            loaded = core.load(_model(tp, pp, blank=True, padded=16), folder, megatron.CkptLoadStrategy())
+        assert [(type(each).__name__, each.rank, each.step) for each in seen] == [("Restored", rank, 100)]
         wanted = _datas(_model(tp, pp, padded=16))
         assert loaded["iteration"] == 100
         assert _plain(loaded) == _plain(wanted), (tp, pp)
