@@ -182,15 +182,10 @@ class Checkpointer(Uncopied):
         Raises what `save_request` raises; if `on_failed_save` lets training go on then, return None.
         """
         try:
-            request = self.save_request(state, step, metrics=metrics)
+            return self._parts.saver.schedule(self.save_request(state, step, metrics=metrics), step)
         except CheckpointError as error:
             self._parts.saver.failures.check(error)
             return None
-        try:
-            return self._parts.queue.schedule_async_request(request)
-        except Exception as error:
-            self._parts.saver.not_scheduled(error)
-            raise
 
     def snapshot(self, state: Any, step: int) -> None:
         """Copy this rank's share of `state` into shared memory and hold it there, so that a restart can restore it.
