@@ -485,6 +485,7 @@ def _refusals(rank: int, world_size: int, root: Path) -> dict[str, str]:
         "flat": saved({"w": flat}),
         "array": saved({"text": np.array(["a"])}),
         "bytes": saved({"big": [np.arange(3, dtype=np.dtype(int).newbyteorder())]}),
+        "mask": saved({"part": [np.ma.array([1.0, 2.0], mask=[False, True])]}),
         "names": saved({"pairs": {None: torch.zeros(1), "None": torch.ones(1)}}),
     }
     state = {"w": tensor("w", torch.ones(2), replica_id=rank)}
@@ -517,6 +518,11 @@ _SENTENCES = {
     "flat": ("StateError", "flattened ranges are not supported", "fully_reshardable or dp_reshardable"),
     "array": ("StateError", "megatron/common/text", "numpy arrays of dtype <U1 cannot be stored"),
     "bytes": ("StateError", "megatron/common/big/0: numpy arrays of dtype", "another byte order) cannot be stored"),
+    "mask": (
+        "StateError",
+        "megatron/common/part/0: numpy arrays with a mask cannot be stored",
+        "its data and its mask",
+    ),
     "names": ("StateError", "megatron/common/pairs/None", "two tensors or arrays have this name"),
     "queue": ("CheckpointError", "schedule its request on the `queue` of the strategy"),
     "missing": ("CheckpointingException", "x is not there", "y is not there"),
