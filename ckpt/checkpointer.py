@@ -320,7 +320,7 @@ class Checkpointer(Uncopied):
         `run` names the training, and is recorded with its steps, so a job that is requeued may call this again; then
         `restore`, which gives None until `run` has a step. The first save moves all earlier steps to ``.superseded/``
         when it is about to be published. Collective. Raises what `recover` raises; StorageError or
-        CheckpointCorruptError, with nothing done, if it cannot be read which run the steps are of.
+        CheckpointCorruptError, with nothing done, if it cannot be read which run the newest steps are of.
         """
         self._closing.check_writable()
         return self._restores.start_over(run)
