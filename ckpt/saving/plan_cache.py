@@ -134,9 +134,15 @@ class PlanCache:
         return None if self._session is None else self._session.owner or None
 
     def prepare(
-        self, state: Any, slots: Slots, claims: RootClaim | None = None, *, claim: bool = True, saves: bool = True
+        self,
+        state: Any,
+        claims: RootClaim | None = None,
+        *,
+        slots: Slots | None = None,
+        claim: bool = True,
+        saves: bool = True,
     ) -> PreparedState:
-        """Name the leaves, and find or make the plan, for these slots. Collective if there is no plan or no session.
+        """Name the leaves, and find or make the plan, for `slots`. Collective if there is no plan or no session.
 
         With `claims`, the session is to have an owner: the coordinator claims the root if `claim` is true there. If it
         `saves`, this is for the save begun last; otherwise a used root is not claimed, and no error is raised for it.
@@ -147,7 +153,7 @@ class PlanCache:
         try:
             self.finish()
         except Exception:
-            if self._begun is not None:
+            if self._begun is not None and slots is not None:
                 slots.meet()  # as the other ranks do
             raise
         cached = self._cached

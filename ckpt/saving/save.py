@@ -147,7 +147,7 @@ class Saver:
         Process.here()  # reads /proc the first time
         self._queue.start()
         claims = claim or (self.root_claim.token is not None and not self._in_flight)
-        prepared = self._plans.prepare(state, self._stager, self.root_claim, claim=claims, saves=False)
+        prepared = self._plans.prepare(state, self.root_claim, slots=self._stager, claim=claims, saves=False)
         self._stager.fit(prepared.cached)
         self._stager.check()
 
@@ -244,7 +244,7 @@ class Saver:
 
     def _prepared(self, state: Any, claims: RootClaim | None = None) -> PreparedState:
         """Return the state with its plan, in a session, and make room for it."""
-        prepared = self._plans.prepare(state, self._stager, claims)
+        prepared = self._plans.prepare(state, claims, slots=self._stager)
         if (session := self._plans.session) is not None:
             self.snapshots.begin_session(session)
         self._stager.fit(prepared.cached)
