@@ -182,15 +182,10 @@ class Checkpointer(Uncopied):
         Raises what `save_request` raises; if `on_failed_save` lets training go on then, return None.
         """
         try:
-            request = self.save_request(state, step, metrics=metrics)
+            return self._parts.saver.schedule(self.save_request(state, step, metrics=metrics), step)
         except CheckpointError as error:
             self._parts.saver.failures.check(error)
             return None
-        try:
-            return self._parts.queue.schedule_async_request(request)
-        except Exception as error:
-            self._parts.saver.not_scheduled(error)
-            raise
 
     def snapshot(self, state: Any, step: int) -> None:
         """Copy this rank's share of `state` into shared memory and hold it there, so that a restart can restore it.
@@ -326,7 +321,7 @@ class Checkpointer(Uncopied):
         `run` names the training, and is recorded with its steps, so a job that is requeued may call this again; then
         `restore`, which gives None until `run` has a step. The first save moves all earlier steps to ``.superseded/``
         when it is about to be published. Collective. Raises what `recover` raises; StorageError or
-        CheckpointCorruptError, with nothing done, if it cannot be read which run the steps are of.
+        CheckpointCorruptError, with nothing done, if it cannot be read which run the newest steps are of.
         """
         self._closing.check_writable()
         return self._restores.start_over(run)

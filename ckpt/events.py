@@ -155,7 +155,7 @@ class SnapshotStaged(Event):
 
 @dataclass(frozen=True, slots=True)
 class Restored(Event):
-    """A state was restored.
+    """A state was restored: by a Checkpointer, an adapter of a framework, or `Checkpoint.restoring`.
 
     step: what was restored
     own_memory_bytes: bytes of tensors from this rank's staging memory

@@ -37,6 +37,7 @@ class SettledCalls:
 
         One all_reduce. Follow it by `note`.
         """
+        self._ranks.doing = "background calls"
         least = self._ranks.minimum(settled - self._first, failed - self._first)
         return least[0] + self._first, least[1] + self._first
 

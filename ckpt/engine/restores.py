@@ -108,7 +108,7 @@ class Restores:
         tiers = parts.tiers(parts.mirror_root)
         found = candidates(tiers, None, ranks, self._undecided(None))
         with ranks.all_or_none(f"start the run {run!r}") as phase:
-            is_begun = claim.run == run or (ranks.rank == 0 and self._newest_run(found) == run)
+            is_begun = claim.run == run or (ranks.rank == 0 and self._is_begun(run, found))
             phase.told = b"begun" if is_begun else b""
         self._run = claim.run = run
         if found.ordered and any(phase.answers):
@@ -122,29 +122,37 @@ class Restores:
         self._continue_from(None, self._seen_left, ranks.rank)
         return True
 
-    def _newest_run(self, found: Candidates) -> str | None:
-        """Return the run of the newest published step that is not damaged; None if it has none, or there is no step.
+    def _is_begun(self, run: str, found: Candidates) -> bool:
+        """Return whether the newest published step, but for damaged ones, is of a run. False if there is no step.
 
-        StorageError for one that cannot be read, CheckpointCorruptError if all are damaged: they may be of any run.
+        StorageError for one that cannot be read. CheckpointCorruptError if those that may be of the run are damaged.
         """
         damaged: dict[int, CheckpointCorruptError] = {}
+        other: int | None = None
         for candidate in found.ordered:
             root = self._parts.mirror_root if candidate.in_mirror else self._parts.root
             if candidate.save is None and root is not None:
                 try:
-                    return run_of(root, candidate.step)
+                    is_of_run = run_of(root, candidate.step) == run
                 except CheckpointNotFoundError:
-                    pass  # it was removed meanwhile
+                    continue  # it was removed meanwhile
                 except CheckpointCorruptError as error:
                     _log.warning("it is not known which run step %d of %s is of: %s", candidate.step, root.path, error)
                     damaged[candidate.step] = error
+                    continue
+                damaged.pop(candidate.step, None)  # a copy of it is whole
+                if is_of_run:
+                    return True
+                other = candidate.step
+                break
         if damaged:
             steps, path = sorted(damaged), self._parts.root.path
+            which = "all are damaged" if other is None else f"they are damaged, and step {other} is of another one"
             raise CheckpointCorruptError(
-                f"it is not known which run the steps {steps} of {path} are of, as all are damaged; to begin anew, "
+                f"it is not known which run the steps {steps} of {path} are of, as {which}; to begin anew, "
                 f"remove them: inspect_ckpt rm {path} {' '.join(map(str, steps))}; or give another root"
             ) from damaged[steps[-1]]
-        return None
+        return False
 
     def restore_registered_alone(self, last: RestoreReport | None, rank: int) -> None:
         """Restore the registered state after a fault, without communication; `last` was restored before that."""

@@ -331,10 +331,11 @@ class Reader(StorageReader):
         Raises CheckpointCorruptError, naming tensor, chunk and file; CheckpointNotFoundError if the step was removed
         meanwhile; StateMismatchError for a tensor of another shape.
         """
-        self._read_tensors([item for item in plan.items if item.type is LoadItemType.TENSOR], planner)
-        for item in plan.items:
-            if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._bytes_of(item))
+        with self._opened_checkpoint.restoring():
+            self._read_tensors([item for item in plan.items if item.type is LoadItemType.TENSOR], planner)
+            for item in plan.items:
+                if item.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._bytes_of(item))
         self.close()
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)

@@ -136,7 +136,7 @@ class CkptIO(CheckpointIO):
         value of a type that is not registered.
         """
         found = self._find(path)
-        return Nothing() if found is None else read(*found)
+        return Nothing() if found is None else read(*found, restores=True)
 
     def load_into(
         self, path: _StrPath, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], strict: bool

@@ -133,12 +133,15 @@ def load_from_checkpoint(kind: type[_T], path: _StrPath, **arguments: Any) -> _T
     return model
 
 
-def read(root: str, step: int, exclude: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a step without the topmost keys in `exclude`. What belongs to single ranks is that of this rank."""
+def read(root: str, step: int, exclude: tuple[str, ...] = (), *, restores: bool = False) -> dict[str, Any]:
+    """Return a step without the topmost keys in `exclude`. What belongs to single ranks is that of this rank.
+
+    `restores`: a Trainer goes on from it, as `ckpt.observe` is told.
+    """
     rank = ckpt.Ranks().rank
-    with ckpt.open(root, step) as checkpoint:
+    with ckpt.open(root, step) as checkpoint, checkpoint.restoring() if restores else contextlib.nullcontext():
         has_rank = rank < checkpoint.summary["world_size"]
-    state: dict[str, Any] = ckpt.load(root, step, rank=rank if has_rank else None, exclude=exclude)
+        state: dict[str, Any] = ckpt.load(checkpoint, rank=rank if has_rank else None, exclude=exclude)
     for path, unknown in _unregistered((), state):
         functions = ", to_json, from_json" if unknown.form == "registered" else ""
         raise StateError(

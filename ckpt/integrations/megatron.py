@@ -323,7 +323,7 @@ class CkptLoadStrategy(LoadShardedStrategy):
         anything is read; and what `ckpt.open` and `Checkpoint.read_into` raise.
         """
         root = os.fspath(checkpoint_dir)
-        with _opened(root) as checkpoint:
+        with _opened(root) as checkpoint, checkpoint.restoring():
             leaves = leaves_of(checkpoint)
             self._check_common(root, leaves)
             _check(checkpoint, leaves, sharded_values(sharded_state_dict))

@@ -170,6 +170,11 @@ def _add_value(leaves: Leaves, keys: Keys, value: Any) -> None:
 
 
 def _as_tensor(keys: Keys, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if isinstance(array, np.ma.MaskedArray):
+        raise StateError(
+            f"{'/'.join(map(str, keys))}: numpy arrays with a mask cannot be stored; store its data and its mask, or "
+            "what its filled() returns"
+        )
     try:
         return torch.from_numpy(np.array(array, order="C"))
     except (TypeError, ValueError) as error:  # no such dtype; a byte order that is not that of this machine

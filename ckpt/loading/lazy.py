@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError
+from ckpt.events import Restored, RestoreFailed
 from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor
+from ckpt.observing import emit, is_observed, shortened
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
+from ckpt.ranks.distributed import own_rank
 from ckpt.storage.dtypes import stored
 from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions
@@ -148,6 +153,8 @@ class Checkpoint(Mapping[str, LazyTensor], Uncopied):
             tensors |= {f"{display(path)}@rank{rank}": tensor for rank, tensor in own.items()}
         self._tensors = dict(sorted(tensors.items()))
         self._tree: StoredTree | None = None  # made by the first `load`
+        self._is_restoring = False
+        self._restored_bytes = 0  # since the restore began
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.lazy(name, self._tensors[name])
@@ -193,9 +200,15 @@ class Checkpoint(Mapping[str, LazyTensor], Uncopied):
         """
         from ckpt.loading.stored_tree import StoredTree
 
-        if self._tree is None:
-            self._tree = StoredTree(self.index, None)
-        return self._tree.make(keys, lambda stored: self.lazy(display(keys), stored).torch())
+        def new_tensor(stored: StoredTensor) -> torch.Tensor:
+            made = self.lazy(display(keys), stored).torch()
+            self.count_restored(made.nbytes)
+            return made
+
+        with self.restoring():
+            if self._tree is None:
+                self._tree = StoredTree(self.index, None)
+            return self._tree.make(keys, new_tensor)
 
     def read_into(self, wanted: Iterable[tuple[LazyTensor, Sequence[int], torch.Tensor]]) -> None:
         """Read boxes of tensors of this step, several at a time, each into a torch tensor of its shape.
@@ -206,20 +219,45 @@ class Checkpoint(Mapping[str, LazyTensor], Uncopied):
         """
         from ckpt.loading.new_tensors import read_into
 
-        reads = []
-        for tensor, offset, target in wanted:
-            box = Box(tuple(offset), tuple(target.shape))
-            if len(box.offset) != len(tensor.shape) or len(box.shape) != len(tensor.shape):
-                raise ValueError(f"{tensor.name} has {len(tensor.shape)} dimensions, not those of {box}")
-            if any(at < 0 or at + n > size for at, n, size in zip(box.offset, box.shape, tensor.shape, strict=True)):
-                raise ValueError(f"{tensor.name} has the shape {list(tensor.shape)}, and {box} is not within it")
-            reads.append((tensor.name, tensor._stored, box, target))
+        with self.restoring():
+            reads = [
+                (tensor.name, tensor._stored, _box_in(tensor, at, target), target) for tensor, at, target in wanted
+            ]
+            try:
+                read_into(self.index, reads)
+            except CheckpointError:
+                self._reader.check()  # raises if the step was removed: then nothing is damaged
+                raise
+            self._reader.check()
+            self.count_restored(sum(target.nbytes for *_, target in reads))
+
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Tell `ckpt.observe` that the reads of a block are one restore: `Restored`, or `RestoreFailed` if it raises.
+
+        For a program that goes on from what it reads. `load` and `read_into` are restores by themselves, outside of
+        such a block. What indexes tensors, or makes new ones by `LazyTensor.torch` and `ckpt.load`, only looks.
+        """
+        if self._is_restoring:
+            yield
+            return
+        self._is_restoring, self._restored_bytes = True, 0
+        rank, begin = own_rank() or 0, time.perf_counter()
         try:
-            read_into(self.index, reads)
-        except CheckpointError:
-            self._reader.check()  # raises if the step was removed: then nothing is damaged
+            yield
+        except Exception as error:
+            if is_observed():
+                why = type(error).__name__, shortened(str(error))
+                emit(RestoreFailed(time.time(), rank, self.step, *why, time.perf_counter() - begin))
             raise
-        self._reader.check()
+        finally:
+            self._is_restoring = False
+        if is_observed():
+            emit(Restored(time.time(), rank, self.step, 0, 0, self._restored_bytes, time.perf_counter() - begin))
+
+    def count_restored(self, nbytes: int) -> None:
+        """Count bytes of tensors that the current restore has read."""
+        self._restored_bytes += nbytes
 
     def check(self) -> None:
         """Raise CheckpointNotFoundError unless the step is still the one that was opened."""
@@ -287,6 +325,16 @@ def block_shape(tensor: StoredTensor) -> tuple[int, ...]:
     rest = tuple(max(size, 1) for size in tensor.shape[1:])
     row_bytes = math.prod(rest) * stored(tensor.dtype).itemsize
     return (max(min(_BLOCK_BYTES // row_bytes, tensor.shape[0]), 1), *rest)
+
+
+def _box_in(tensor: LazyTensor, offset: Sequence[int], target: torch.Tensor) -> Box:
+    """Return the box of a tensor that is read into a target. ValueError if it is not within the tensor."""
+    box = Box(tuple(offset), tuple(target.shape))
+    if len(box.offset) != len(tensor.shape) or len(box.shape) != len(tensor.shape):
+        raise ValueError(f"{tensor.name} has {len(tensor.shape)} dimensions, not those of {box}")
+    if any(at < 0 or at + n > size for at, n, size in zip(box.offset, box.shape, tensor.shape, strict=True)):
+        raise ValueError(f"{tensor.name} has the shape {list(tensor.shape)}, and {box} is not within it")
+    return box
 
 
 def _box_of(key: Any, shape: tuple[int, ...]) -> Box:

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Checkpoint,
     step: int | None = None,
     *,
     prefix: str | None = None,
@@ -37,11 +37,11 @@ def load(
     """Return the state of a published step, nested as it was saved, with new torch tensors. Needs no template.
 
     `path` is a checkpoint root (then `step`, or the newest one), or the directory of a step; it may be a URL, with the
-    `storage_options` of `Checkpointer`. With `prefix`, keys joined by "/", what is there is returned:
-    ``prefix="model"`` gives the state dict of a model. What is below the topmost keys in `exclude`, such as
-    ``exclude=["optimizer"]``, is left out, and not read. `dtype` is that of floating-point tensors, except float8 ones
-    and parts of quantized tensors; `device` is where the tensors are put. What belongs to single ranks (`PerRank`,
-    `RngState`) is left out, unless `rank` says whose to take.
+    `storage_options` of `Checkpointer`; or a step that `ckpt.open` has opened, which stays open. With `prefix`, keys
+    joined by "/", what is there is returned: ``prefix="model"`` gives the state dict of a model. What is below the
+    topmost keys in `exclude`, such as ``exclude=["optimizer"]``, is left out, and not read. `dtype` is that of
+    floating-point tensors, except float8 ones and parts of quantized tensors; `device` is where the tensors are put.
+    What belongs to single ranks (`PerRank`, `RngState`) is left out, unless `rank` says whose to take.
 
     With `lazy`, tensors are `LazyTensor`, which read their elements when they are indexed or converted (`torch()`);
     as long as one of them is in use, retention keeps the step, as `ckpt.open` describes. `dtype` and `device` must not
@@ -56,9 +56,11 @@ def load(
     """
     if lazy and (dtype is not None or device is not None):
         raise ValueError("a lazy tensor is read as it was saved; give dtype and device to its torch()")
+    left_out = frozenset((exclude,) if isinstance(exclude, str) else exclude)
+    if isinstance(path, Checkpoint):
+        return _load(path, prefix, dtype, device, rank, left_out, lazy)
     checkpoint = open_checkpoint(path, step, storage_options=storage_options)
     try:
-        left_out = frozenset((exclude,) if isinstance(exclude, str) else exclude)
         return _load(checkpoint, prefix, dtype, device, rank, left_out, lazy)
     finally:
         if not lazy:
@@ -102,6 +104,7 @@ def _load(
         made = read_tensors(index, {key: item for key, item in wanted.items() if key not in parts}, dtype, device)
         made |= read_tensors(index, {key: item for key, item in wanted.items() if key in parts}, None, device)
         checkpoint.check()
+        checkpoint.count_restored(sum(tensor.nbytes for tensor in made.values()))
     leaves = {path: made[id(each)] for path, each in named.items()} | values
     try:
         return rebuild(

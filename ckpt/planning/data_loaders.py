@@ -20,7 +20,7 @@ import torch
 
 from ckpt.errors import CheckpointCorruptError, StateError
 from ckpt.paths import Path, display
-from ckpt.planning.tensors import check_storable
+from ckpt.planning.tensors import check_array, check_storable
 from ckpt.storage.dtypes import torch_dtype, torch_dtype_name
 from ckpt.values.registry import ArrayValue
 
@@ -82,6 +82,7 @@ def _stored_leaf(path: Path, leaf: Any) -> Any:
         data = whole.view(torch.uint8).numpy().tobytes() if whole.numel() else b""
         return ArrayValue("torch", torch_dtype_name(leaf.dtype), tuple(leaf.shape), data)
     if isinstance(leaf, np.ndarray):
+        check_array(path, leaf)
         if _NUMPY_DTYPE.fullmatch(leaf.dtype.str) is None:
             raise StateError(f"{display(path)}: numpy arrays of dtype {leaf.dtype} cannot be stored")
         return ArrayValue("numpy", leaf.dtype.str, leaf.shape, leaf.tobytes())

@@ -27,7 +27,7 @@ from ckpt.planning.data_loaders import is_data_loader, storable
 from ckpt.planning.flat_state import Assign, DataLoaderOwner, FlatState, Owner, ValueLeaf
 from ckpt.planning.optimizer_classes import recorded_class
 from ckpt.planning.tensor_leaves import TensorLeaf, TensorLeaves
-from ckpt.planning.tensors import MetaTensorError, check_initialized, shares_elements, tensor_over
+from ckpt.planning.tensors import MetaTensorError, check_array, check_initialized, shares_elements, tensor_over
 from ckpt.values.codec import UnencodableError, encode_value
 from ckpt.values.containers import Container
 from ckpt.values.registry import encoder_of, form_of
@@ -268,6 +268,7 @@ class _Walk:
         self._flat.values[path] = ValueLeaf(value, per_rank, assign, encoded)
 
     def _array(self, path: Path, array: np.ndarray[Any, Any], per_rank: bool) -> None:
+        check_array(path, array)
         aliased = tensor_over(array)
         if aliased is not None:
             self._tensors.add(path, aliased, per_rank)

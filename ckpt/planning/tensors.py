@@ -23,6 +23,7 @@ __all__ = [
     "Known",
     "LocalBox",
     "MetaTensorError",
+    "check_array",
     "check_initialized",
     "check_storable",
     "local_tensor",
@@ -206,6 +207,15 @@ def tensor_spec(
 def whole_box(shape: tuple[int, ...]) -> LocalBox:
     """Return the box that covers a tensor of `shape`, which is local as a whole."""
     return Box.whole(shape), (0,) * len(shape)
+
+
+def check_array(path: Path, array: np.ndarray[Any, Any]) -> None:
+    """Raise StateError for an array of numpy with a mask: only its elements would be stored."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise StateError(
+            f"{display(path)}: numpy arrays with a mask cannot be stored; put its data and its mask into the state, or "
+            "what its filled() returns"
+        )
 
 
 def tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor | None:

@@ -4,6 +4,7 @@
     collectives   `Ranks`, by a process group of torch; `StoreRanks`, by a store of torch alone
     rounds        arrive, decide once, gather and wait, in a store of torch
     late          the warning of a wait for ranks that do not come
+    attendance    the ranks that wait at one place, for that warning
     failure       the failure of one rank, in the form in which it reaches the others
     stop          one step to stop after, by rounds
     distributed   access to torch.distributed, without importing torch

@@ -11,15 +11,20 @@ import contextlib
 import itertools
 import logging
 import struct
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
+from ckpt.ranks import attendance
+from ckpt.ranks.attendance import Attendance
 from ckpt.ranks.distributed import collective_device, torch_distributed
 from ckpt.ranks.group import Group
+from ckpt.ranks.late import LateRanks
 from ckpt.ranks.rounds import MissingRanksError, Round, gather, meet, named
+from inprocess.ipc.suspension import Suspension
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,6 +36,8 @@ _T = TypeVar("_T")
 _TOLD = 16  # names that are kept
 _MOVED_BY_REDUCTION = 2
 """How many times its bytes a reduction moves."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.25
+_PAUSE = 0.1  # of the time waited
 _HEAD = struct.Struct("<QQ")  # the size of a payload, and a checksum of what the rank does
 _MIN_HEAD_BYTES, _MAX_HEAD_BYTES, _ALL_HEADS_BYTES = 80, 1024, 64 << 10
 
@@ -111,14 +118,43 @@ class Ranks(Group):
     def minimum(self, *numbers: int) -> list[int]:
         """Return the smallest of each number over all ranks. Collective: one all_reduce and no meeting before it.
 
-        For calls that a training loop makes often. The deadline is that of the process group, whose errors it raises.
+        For calls that a training loop makes often. The deadline is that of the process group, whose errors it raises; a
+        long wait is a warning that names the missing ranks.
         """
         import torch
         import torch.distributed as dist
 
         smallest = torch.tensor(numbers, dtype=torch.int64, device=collective_device(self._group))
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
+        work = dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        if work is not None:
+            self._wait_for(work)
         return [int(number) for number in smallest.tolist()]
+
+    def _wait_for(self, work: Any) -> None:
+        """Wait until a collective has ended, and raise its error."""
+        begin, is_noted = time.monotonic(), False
+        suspension, late = Suspension(), LateRanks()
+
+        def ask(call: Callable[[Attendance], None]) -> None:
+            self.in_store(lambda store: call(Attendance(store, "reduce", self.rank, self.world_size)), None)
+
+        try:
+            while not work.is_completed():
+                begin += suspension.missed_s()
+                waited_s = time.monotonic() - begin
+                if not is_noted and waited_s >= attendance.LONG_S:
+                    is_noted = True
+                    ask(Attendance.note)
+                if late.is_due(waited_s):
+                    told = late, waited_s, None, self.doing, "the same methods of the queue"
+                    ask(lambda place, told=told: place.warn(*told))
+                pause_s = min(max(_FIRST_PAUSE_S, waited_s * _PAUSE), _LONGEST_PAUSE_S)
+                suspension.expect(pause_s)
+                time.sleep(pause_s)
+        finally:
+            if is_noted:
+                ask(Attendance.forget)
+        work.wait()
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """`LateRanks`: the warning of a process that waits for other ranks, long before its time is over.
 
-All waits of ranks for each other use it: meetings (`rounds`), and writers (`ckpt.saving.waiting`).
+All waits of ranks for each other use it: meetings (`rounds`), the all_reduce of a queue (`collectives`), the agreement
+on a step to stop after (`stop`), and writers (`ckpt.saving.waiting`).
 """
 
 from __future__ import annotations
@@ -36,15 +37,25 @@ class LateRanks:
         self._next_s = float("inf")
 
     def warn(
-        self, rank: int, waited_s: float, left_s: float, what: str, late: Sequence[int], known: Callable[[int], str]
+        self,
+        rank: int,
+        waited_s: float,
+        left_s: float | None,
+        what: str,
+        late: Sequence[int],
+        known: Callable[[int], str],
+        calls: str = "save, warmup and restore",
     ) -> None:
-        """Log that `rank` waits for `what`, which ranks are late, and what is `known` of the first of them."""
+        """Log that `rank` waits for `what`, which ranks are late, and what is `known` of the first of them.
+
+        `left_s` is None if the process group decides. `calls` are what every rank must call.
+        """
         told = [f"rank {each} {known(each)}" for each in late[:_DESCRIBED]]
         others = f"; {len(late) - len(told)} more are late" if len(late) > len(told) else ""
+        until = "until the timeout of the process group" if left_s is None else f"{left_s:.0f} s more"
         _log.warning(
-            "rank %d has waited %.0f s for %s, and waits %.0f s more: %s%s. Every rank must call save, warmup and "
-            "restore, in the same order",
-            *(rank, waited_s, what, left_s, "; ".join(told), others),
+            "rank %d has waited %.0f s for %s, and waits %s: %s%s. Every rank must call %s, in the same order",
+            *(rank, waited_s, what, until, "; ".join(told), others, calls),
         )
 
 

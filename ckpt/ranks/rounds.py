@@ -33,6 +33,7 @@ logs a warning each time it ends without a key.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import struct
 import time
@@ -43,7 +44,7 @@ from ckpt.ranks.late import LateRanks, described
 from inprocess.ipc.process import Process
 from inprocess.ipc.suspension import Suspension
 
-__all__ = ["MissingRanksError", "Round", "gather", "meet", "named", "value_of"]
+__all__ = ["MissingRanksError", "Round", "gather", "known_of", "meet", "named", "value_of"]
 
 _GO = "go"
 _COMMON = "a common operation"
@@ -234,7 +235,7 @@ class _Meeting:
         return self._decide(self._reason(why, missing))
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self._world_size) if self._last_of(rank)[0] != self._number]
+        return [rank for rank in range(self._world_size) if _last_of(self._store, rank)[0] != self._number]
 
     def _warn(self, late: LateRanks, waited_s: float, left_s: float) -> None:
         """Log which ranks are missing, on the first of those that wait."""
@@ -244,25 +245,11 @@ class _Meeting:
         self._warns = True
         missing = self._missing()
         what = f"{named(missing)} to agree on {self._doing}"
-        late.warn(self._rank, waited_s, left_s, what, missing, self._known_of)
-
-    def _known_of(self, rank: int) -> str:
-        """Return a description of a rank that has not arrived, as the end of a sentence."""
-        number, host, pid, start, doing, at = self._last_of(rank)
-        if number is None:
-            return "has taken part in nothing yet"
-        return (
-            f"took part last in {doing}, {max(0.0, time.time() - at):.0f} s ago; {described(Process(host, pid, start))}"
-        )
-
-    def _last_of(self, rank: int) -> list[Any]:
-        """Return the last round of a rank, its node, pid and start time, what it was about, and when; or only None."""
-        key = f"at/{rank}"
-        return list(json.loads(self._store.get(key))) if self._store.check([key]) else [None] * 6
+        late.warn(self._rank, waited_s, left_s, what, missing, functools.partial(known_of, self._store))
 
     def _has_died(self, rank: int) -> bool:
         """Return whether the process of a rank is known to have ended."""
-        _, *process = self._last_of(rank)[:4]
+        _, *process = _last_of(self._store, rank)[:4]
         return Process(*process).alive is False
 
     def _reason(self, why: str, missing: list[int]) -> str:
@@ -289,6 +276,20 @@ class _Meeting:
             for name in more:
                 self._store.delete_key(f"{number}/{name}")
             number -= 1
+
+
+def known_of(store: Any, rank: int) -> str:
+    """Return a description of a rank that has not arrived, as the end of a sentence."""
+    number, host, pid, start, doing, at = _last_of(store, rank)
+    if number is None:
+        return "has taken part in nothing yet"
+    return f"took part last in {doing}, {max(0.0, time.time() - at):.0f} s ago; {described(Process(host, pid, start))}"
+
+
+def _last_of(store: Any, rank: int) -> list[Any]:
+    """Return the last round of a rank, its node, pid and start time, what it was about, and when; or only None."""
+    key = f"at/{rank}"
+    return list(json.loads(store.get(key))) if store.check([key]) else [None] * 6
 
 
 def named(ranks: list[int]) -> str:

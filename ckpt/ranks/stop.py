@@ -20,6 +20,9 @@ Rounds in the store (see `rounds`), below a prefix for this agreement:
     N            decides the step that is proposed in round N; ranks that hold it arrive
     stop         decides: "stop STEP" or "leave"
     over         is decided if a rank did not come to the step in time
+
+The ranks that have arrived at round N are also in `attendance`, as ``stop/N``: a rank whose main thread waits long for
+the decision logs the others.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckpt.ranks.attendance import Attendance
+from ckpt.ranks.late import LateRanks
 from ckpt.ranks.rounds import Round
 
 __all__ = ["Outcome", "StopAgreement", "StopRequest"]
@@ -71,6 +76,8 @@ class StopAgreement:
         self._is_over = False
         self._step_s = 0.0  # how long a step takes
         self._request: StopRequest | None = None
+        self._waits_since: float | None = None  # the main thread waits for the decision
+        self._late = LateRanks()
         self._number = 0  # of the round
         self._has_arrived = False  # at this round
 
@@ -89,6 +96,8 @@ class StopAgreement:
         while True:
             with self._lock:
                 outcome = self._outcome(step)
+                waits_since = time.monotonic() if self._waits_since is None else self._waits_since
+                self._waits_since = waits_since if outcome is None else None
             if outcome is not None:
                 return outcome
             time.sleep(_SLICE_S)
@@ -121,6 +130,8 @@ class StopAgreement:
             self._request = StopRequest(**json.loads(found))
         while self._decision is None and self._take_part(store, ahead_s):
             pass
+        if self._decision is None:
+            self._warn_of_late_ranks(store)
         if isinstance(self._decision, int) and not self._is_over:
             self._is_over = self._round(store, "over").is_decided
         return self._request
@@ -147,10 +158,23 @@ class StopAgreement:
         if not self._hold(step):
             self._number += 1  # and propose a step there
             return True
+        self._attendance(store).note()
         self._has_arrived = True  # before it arrives, which it may have done even if that fails: never twice
         if proposed.arrive():
             self._decide(stop.decide(f"stop {step}"))
         return True
+
+    def _attendance(self, store: Any) -> Attendance:
+        return Attendance(store, f"stop/{self._number}", self.rank, self.world_size)
+
+    def _warn_of_late_ranks(self, store: Any) -> None:
+        """Log which ranks have not arrived at this round, if the main thread has waited long."""
+        since, request = self._waits_since, self._request
+        if since is None or request is None or not self._late.is_due(waited_s := time.monotonic() - since):
+            return
+        left_s = max(0.0, request.left_s - waited_s)
+        what, calls = "a step to stop after", "the same method of a PreemptionWatcher"
+        self._attendance(store).warn(self._late, waited_s, left_s, what, calls)
 
     def _round(self, store: Any, name: str) -> Round:
         return Round(store, name, self.world_size)

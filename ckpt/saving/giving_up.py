@@ -10,7 +10,7 @@ from ckpt.storage.interface import Pending
 from ckpt.storage.names import SaveId
 from ckpt.storage.outcomes import Abandoned, Published
 
-__all__ = ["Fenced", "error_for", "give_up"]
+__all__ = ["Fenced", "abandoned", "error_for", "give_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,15 @@ def error_for(save: SaveId, outcome: Abandoned | Fenced) -> CheckpointError:
     """Return the error in the trainer for a save that is not published."""
     if isinstance(outcome, Fenced):
         return FencedError(f"rank {outcome.rank}: {outcome.message}", rank=outcome.rank, step=save.step)
-    reason = outcome.reason
+    return abandoned(save.step, outcome.reason)
+
+
+def abandoned(step: int, reason: Failure) -> CheckpointError:
+    """Return the error in the trainer for a save that was given up for a reason."""
     where = "" if reason.rank is None else f"rank {reason.rank}: "
     kind = CheckpointExistsError if reason.error_class is CheckpointExistsError else SaveAbandonedError
     message = (
-        f"the save of step {save.step} was abandoned on all ranks: {where}{reason.text} "
+        f"the save of step {step} was abandoned on all ranks: {where}{reason.text} "
         "(training can go on; the next save is not affected)"
     )
-    return reason.error(message, kind, step=save.step)
+    return reason.error(message, kind, step=step)

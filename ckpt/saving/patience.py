@@ -1,6 +1,7 @@
 """`Patience`: how long a writer tries again to write a file that the storage does not take for a moment.
 
-Only the writing of a file is tried again, and each time to a new file. The sync of all files at the end is not: after
+Only the writing of a file is tried again, of the pack, the intent, the part manifest and the step's documents, and each
+time to a new file. The sync of all files at the end is not: after
 one that failed the kernel may have dropped the data, and the next one succeeds. Where O_DIRECT is refused, the writing
 of a file ends with a sync of its own. If that fails, the file is removed, and a new one is written in full and synced.
 Object stores are not asked again either, as their library has done that.

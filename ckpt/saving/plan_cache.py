@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ckpt.errors import CheckpointError, CheckpointExistsError, FencedError, StateError, StorageError
 from ckpt.paths import Path
@@ -136,16 +136,28 @@ class PlanCache:
         return None if self._session is None else self._session.owner or None
 
     def prepare(
-        self, state: Any, claims: RootClaim | None = None, *, claim: bool = True, saves: bool = True
+        self,
+        state: Any,
+        claims: RootClaim | None = None,
+        *,
+        slots: Slots | None = None,
+        claim: bool = True,
+        saves: bool = True,
     ) -> PreparedState:
-        """Name the leaves, and find or make the plan. Collective if there is no plan or no session.
+        """Name the leaves, and find or make the plan, for `slots`. Collective if there is no plan or no session.
 
         With `claims`, the session is to have an owner: the coordinator claims the root if `claim` is true there. If it
         `saves`, this is for the save begun last; otherwise a used root is not claimed, and no error is raised for it.
-        When ranks must agree, all raise what any raises: StateError, and errors of `claims`.
+        When ranks must agree, all raise what any raises: StateError, and errors of `claims`. An error that is no
+        CheckpointError is of this rank alone, and the others know nothing of it.
         """
         flat = self._agree_on_plan(state, claims, claim, self._last_step if saves else -1)
-        self.finish()
+        try:
+            self.finish()
+        except Exception:
+            if self._begun is not None and slots is not None:
+                slots.meet()  # as the other ranks do
+            raise
         cached = self._cached
         assert cached is not None
         rank = self._ranks.rank
@@ -168,9 +180,15 @@ class PlanCache:
 
     def finish(self) -> None:
         """Wait for what `begin` has begun. To be called before the slots are used."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            self._cached = begun.result()
+        if self._begun is None:
+            return
+        try:
+            self._cached = self._begun.result()
+        except CheckpointError:  # on all ranks
+            self._begun = None
+            raise
+        # After another error, of this rank alone, the next save makes the plan: the others have it already.
+        self._begun = None
 
     def settle(self) -> None:
         """Wait as `finish` does; that a state cannot be saved is told by the next save, and not by a restore."""
@@ -188,7 +206,7 @@ class PlanCache:
             flat = self._states.flatten(state)
         except Exception as error:
             if self._cached is None or begins_session:
-                self._ranks.outcomes(Failure.of(error, self._ranks.rank))
+                self._fail(error)
             raise
         description = flat.describe()
         if self._cached is None or self._cached.description != description:
@@ -298,8 +316,7 @@ class PlanCache:
                 owner = claims.claim_for(step)
                 claimed = bool(owner)
         except Exception as error:
-            self._ranks.outcomes(Failure.of(error, self._ranks.rank))
-            raise
+            self._fail(error)
         answers = self._all_fine(_ANSWER.pack(owner, claimed) + os.urandom(_NONCE_BYTES) + told)
         owner, claimed = _ANSWER.unpack_from(answers[_COORDINATOR])  # ranks may have assumed different ones
         nonce = hashlib.blake2b(b"".join(answers), digest_size=16).digest()
@@ -314,9 +331,17 @@ class PlanCache:
         if self._ranks.rank != _COORDINATOR:
             try:
                 claims.confirm(owner)
-            except StorageError as error:
+            except Exception as error:
                 answer = Failure.of(error, self._ranks.rank)
         self._all_fine(answer)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Tell the other ranks why this one fails, and raise the error, or one of the class they raise. Collective."""
+        failure = Failure.of(error, self._ranks.rank)
+        self._ranks.outcomes(failure)
+        if isinstance(error, CheckpointError) or self._ranks.world_size == 1:
+            raise error
+        raise _error_for(failure) from error
 
     def _all_fine(self, own: bytes | Failure) -> list[bytes]:
         """Return what all ranks tell; raise the error of the first one that failed. Collective."""

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ckpt.arguments import check_step
 from ckpt.async_calls import AsyncCallsQueue, AsyncRequest
@@ -147,7 +147,9 @@ class Saver:
         Process.here()  # reads /proc the first time
         self._queue.start()
         claims = claim or (self.root_claim.token is not None and not self._in_flight)
-        self._stager.fit(self._plans.prepare(state, self.root_claim, claim=claims, saves=False).cached)
+        prepared = self._plans.prepare(state, self.root_claim, slots=self._stager, claim=claims, saves=False)
+        self._stager.fit(prepared.cached)
+        self._stager.check()
 
     def warmup_in_background(self, state: Any) -> None:
         """Begin to do what `warmup` does, as training may go on; the next save waits for it. Collective.
@@ -207,11 +209,7 @@ class Saver:
             undecided = self._in_flight[save] = _Undecided(prepared.cached.save_plan.world_size, observed)
             handle = undecided.handle = self._stage(prepared, save, begin, lineage, observed)
         except Exception as error:
-            observed.failed(self._ranks.rank, error)
-            is_staging = self._plans.save_id() in self._in_flight
-            self.failures.note_call(error, self._plans.save_name, step, is_staging=is_staging)
-            self._refused(error)
-            raise
+            self._fail(error, step, observed, is_staging=self._plans.save_id() in self._in_flight)
         task = handle.task
         done = [
             observed.published,  # unless the answer of the writer has told that
@@ -248,7 +246,7 @@ class Saver:
 
     def _prepared(self, state: Any, claims: RootClaim | None = None) -> PreparedState:
         """Return the state with its plan, in a session, and make room for it."""
-        prepared = self._plans.prepare(state, claims)
+        prepared = self._plans.prepare(state, claims, slots=self._stager)
         if (session := self._plans.session) is not None:
             self.snapshots.begin_session(session)
         self._stager.fit(prepared.cached)
@@ -271,14 +269,15 @@ class Saver:
             replaced = [slot.region for slot in slots if slot.state is not SlotState.HELD]
             self._lingering.hold(region for region in kept if region not in replaced)
 
-    def not_scheduled(self, error: Exception) -> None:
-        """Free the slot and abandon the save, after the queue has refused the last request."""
-        save = self._plans.save_id()
-        undecided = None if save is None else self._in_flight.get(save)
-        if undecided is not None and undecided.handle is not None:
-            undecided.handle.free_slot()
-            undecided.observed.failed(self._ranks.rank, error)
-        self._refused(error)
+    def schedule(self, request: AsyncRequest, step: int) -> int:
+        """Schedule the last request, and return the index of its call. If the queue refuses it, abandon the save."""
+        try:
+            return self._queue.schedule_async_request(request)
+        except Exception as error:
+            undecided = list(self._in_flight.values())[-1]  # the save of this request
+            if undecided.handle is not None:
+                undecided.handle.free_slot()
+            self._fail(error, step, undecided.observed, is_staging=True)
 
     def _staged(self) -> dict[SaveId, SaveHandle]:
         return {save: each.handle for save, each in list(self._in_flight.items()) if each.handle is not None}
@@ -363,14 +362,18 @@ class Saver:
         for observed in self._observed:
             observed.left("Left", "the Checkpointer was closed before the save was decided; it may still be published")
 
-    def _refused(self, error: Exception) -> None:
-        """Abandon a save that this rank cannot write, so that ranks that have scheduled it learn why."""
+    def _fail(self, error: Exception, step: int, observed: ObservedSave, *, is_staging: bool) -> NoReturn:
+        """Abandon the save begun last, as this rank cannot write it, so that ranks that have scheduled it learn why."""
+        observed.failed(self._ranks.rank, error)
+        failed = self.failures.of_call(error, self._plans.save_name, step, is_staging=is_staging)
         save = self._plans.save_id()
-        if save is None or not save.owner or self._ranks.world_size == 1:
-            return
-        self._in_flight.pop(save, None)
-        with contextlib.suppress(CheckpointError):  # then their own wait times out
-            self._root.pending_save(save).abandon(Failure.of(error, self._ranks.rank))
+        if save is not None and save.owner and self._ranks.world_size > 1:
+            self._in_flight.pop(save, None)
+            with contextlib.suppress(CheckpointError):  # then their own wait times out
+                self._root.pending_save(save).abandon(Failure.of(error, self._ranks.rank))
+        if failed is error:
+            raise error
+        raise failed from error
 
     def _decided(self, save: SaveId) -> None:
         self._in_flight.pop(save, None)
@@ -400,8 +403,6 @@ class Saver:
                 pause_s = max(_NUDGED_S, pause_s)
             self._listen_at = now + pause_s
         return max(_LISTEN_S, self._listen_at - now)
-
-    # -- staging -------------------------------------------------------------------------------------------------------
 
     def _stage(
         self, prepared: PreparedState, save: SaveId, begin: float, lineage: Lineage, observed: ObservedSave

@@ -24,6 +24,7 @@ from ckpt.errors import (
 from ckpt.options import FailedSaves
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.failure import Failure
+from ckpt.saving.giving_up import abandoned
 from ckpt.saving.task import COORDINATOR
 from ckpt.storage.outcomes import NotDurableError
 
@@ -67,16 +68,22 @@ class SaveFailures:
         if not issubclass(kind, _FINAL):
             self._noted[name] = _Noted(error, name, step)
 
-    def note_call(self, error: Exception, name: str, step: int, *, is_staging: bool) -> None:
-        """Note the error of a save that this rank has not begun to write, if the storage is the cause.
+    def of_call(self, error: Exception, name: str, step: int, *, is_staging: bool) -> CheckpointError:
+        """Return the error to raise for a save that this rank has not begun to write, noted if training may go on.
 
-        Other ranks may have begun it, and then note under the same `name` that it was abandoned.
+        Other ranks may have begun it, and then note under the same `name` that it was abandoned: so does this one for
+        what is no error of ckpt, such as a RuntimeError of torch or a MemoryError.
 
         No slot is free in time if the storage does not answer. Before that ranks wait for each other: one that does
         not come is no failure of the storage.
         """
+        if not isinstance(error, CheckpointError):
+            failed = abandoned(step, Failure.of(error, self._ranks.rank))
+            self.note(failed, CheckpointError, name, step)
+            return failed
         if isinstance(error, StorageError) or (is_staging and isinstance(error, CheckpointTimeoutError)):
             self.note(error, type(error), name, step)
+        return error
 
     def published(self, step: int) -> None:
         """Note a published step: what failed before it is not lost."""

@@ -106,6 +106,7 @@ class Stager:
         self._copy_stream = _CopyStream()
         self._generation = 0
         self._shared_for: CachedPlan | None = None
+        self._problem: Exception | None = None  # of the last `fit`
         self._exchange: SlotExchange | None = None  # of the next plan, whose slots are not exchanged yet
         self.memory = StagedMemory(self._arena)
         self.on_meet: Callable[[], None] = lambda: None
@@ -132,15 +133,14 @@ class Stager:
     def fit(self, plan: CachedPlan) -> None:
         """Make the slots large enough for a plan, and exchange them with the ranks on this node.
 
-        Collective if the plan is a new one, unless `meet` was called before: then also in another thread.
+        Collective if the plan is a new one, unless `meet` was called before: then also in another thread. What this
+        rank alone cannot do is raised by `check`, and so by the next `stage`.
         """
-        needed = plan.layout.plan.slot_bytes + HEADER_BYTES
-        if needed > self._arena.slot_bytes:
-            deadline = Deadline(self._options.slot_timeout_s)
-            while self._arena.in_use():
-                self._wait_for_writers(deadline)
-            self.on_resize()
-            self._arena.resize(needed)
+        self._problem = None
+        try:
+            self._make_room(plan.layout.plan.slot_bytes + HEADER_BYTES)
+        except Exception as error:
+            self._problem = error  # the others meet, and wait for this rank there
         if self._shared_for is plan:
             return
         if self._exchange is None:
@@ -148,8 +148,25 @@ class Stager:
         assert self._exchange is not None
         # Whether this rank meets the others again must not depend on whether it fails here.
         self._shared_for = plan
+        if self._problem is not None:
+            self._forget_exchange()
+            return
         self.memory.share(self._exchange, plan, self._options.compression)
         self._exchange = None
+
+    def check(self) -> None:
+        """Raise what this rank alone could not do for the plan that the slots are for."""
+        if self._problem is not None:
+            raise self._problem
+
+    def _make_room(self, needed: int) -> None:
+        """Make the slots large enough, when no writer uses them. CheckpointTimeoutError, OSError."""
+        if needed > self._arena.slot_bytes:
+            deadline = Deadline(self._options.slot_timeout_s)
+            while self._arena.in_use():
+                self._wait_for_writers(deadline)
+            self.on_resize()
+            self._arena.resize(needed)
 
     def cancel_fit(self) -> None:
         """Make a `fit` that another thread is in, or will be, not wait for neighbours."""
@@ -162,6 +179,7 @@ class Stager:
         `begin` (of `time.perf_counter`) is when the save was called; `compared` says whether samples are taken, to
         compare ranks. CheckpointTimeoutError if no slot becomes free.
         """
+        self.check()
         plan = prepared.cached
         deadline, patience = Deadline(self._options.slot_timeout_s), Deadline(_PATIENCE_S)
         has_waited = not self._arena.has_free()

@@ -153,6 +153,9 @@ class ShareWriter:
     def _write_and_decide(self) -> Published | Abandoned:
         """Take all steps in order."""
         self._wait_until_staged()
+        remover = self._remover()
+        before_pause = self._progress if remover is None else remover.hurry
+        self.pending.tries_again = Patience(self.task.options.commit_timeout_s, before_pause)
         with self._removal_held():
             self._begin()
             written, times = self._write()
@@ -265,10 +268,7 @@ class ShareWriter:
         shared = own = self.pending.pack_writer(task.rank, threads=threads, reuse=task.options.retention.reuse_files)
         if self.packs is not None:
             own = self.packs.writer(task.save, task.rank, threads=threads)
-        remover = self._remover()
-        shared.tries_again = own.tries_again = Patience(
-            task.options.commit_timeout_s, self._progress if remover is None else remover.hurry
-        )
+        shared.tries_again = own.tries_again = self.pending.tries_again
 
         self._unchanged.begin(plan.plan_digest if task.options.link_unchanged else None)
 

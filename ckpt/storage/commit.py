@@ -8,6 +8,7 @@ learns the outcome by looking at the directories. Only a process that acts with 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 from ckpt.errors import FencedError, StorageError
 from ckpt.ranks.failure import Failure
 from ckpt.storage import directories, files
+from ckpt.storage.attempts import until_written
 from ckpt.storage.directories import Rename
 from ckpt.storage.directory_root import DirectoryRoot
 from ckpt.storage.documents import encode_document, well_formed
@@ -61,10 +63,10 @@ class PendingSave(Pending):
         if self.save.step not in superseded and files.exists(self.root.step_path(self.save.step)):
             raise self.already_published()
         self.root.make()
-        directories.make_directories(self.root.pending_path, f"{self.save.name}/parts")
+        self._make_directories(self.root.pending_path, f"{self.save.name}/parts")
         directories.fsync_directory(self.path)
         intent = self._intent(world_size, plan_digest, continues, lineage)
-        if not files.create_exclusive(os.path.join(self.path, INTENT), intent):
+        if not files.create_exclusive(os.path.join(self.path, INTENT), intent, self.tries_again):
             raise StorageError(f"save {self.save.name} has begun already: two jobs write to {self.root.path}")
         directories.fsync_directory(self.root.pending_path)
         try:
@@ -82,10 +84,13 @@ class PendingSave(Pending):
         StorageError if the save is abandoned. The record of that is looked at after the directory was made: so a save
         that is abandoned before or meanwhile has no directory afterwards, or none in which all parts can appear.
         """
-        directories.make_directories(self.root.pending_path, self.save.name)
+        self._make_directories(self.root.pending_path, self.save.name)
         if self.was_abandoned():
             directories.remove_tree(self.path)
             raise StorageError(f"save {self.save.name} was abandoned before this rank could write its part")
+
+    def _make_directories(self, root: str, relative: str) -> list[str]:
+        return until_written(lambda: directories.make_directories(root, relative), self.tries_again)
 
     def was_abandoned(self) -> bool:
         """Return whether there is a record that the save was abandoned. One look. StorageError if it fails."""
@@ -111,15 +116,16 @@ class PendingSave(Pending):
         for name, data in documents.items():
             path = os.path.join(self.path, name)
             if not files.holds(path, data):
-                files.write_document(path, data, self.root.pending_path)
+                write = functools.partial(files.write_document, path, data, self.root.pending_path)
+                until_written(write, self.tries_again)
         parts = os.path.join(self.path, "parts")
         folders = [parts, *(os.path.join(parts, name) for name in directories.names_in(parts)), self.path]
         files.sync_files([os.path.join(self.path, name) for name in documents], folders)
 
     def write_file(self, name: str, data: memoryview) -> None:
         """See `Pending.write_file`."""
-        made = directories.make_directories(refuse_link(self.path), os.path.dirname(name))
-        files.write_durable(os.path.join(self.path, name), data)
+        made = self._make_directories(refuse_link(self.path), os.path.dirname(name))
+        files.write_durable(os.path.join(self.path, name), data, self.tries_again)
         if part_rank(os.path.basename(name)) is None:  # else `write_documents` syncs them, once for all ranks
             for path in made[:-1]:
                 directories.fsync_directory(path)

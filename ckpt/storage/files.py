@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointError, StorageError
+from ckpt.storage.attempts import TriesAgain, never, until_written
 from ckpt.storage.links import is_link_error, parent_of
 
 __all__ = [
@@ -91,33 +92,47 @@ def under(root: str, relative: str) -> str:
     return os.path.join(root, relative)
 
 
-def write_durable(path: str, data: bytes | memoryview) -> None:
+def write_durable(path: str, data: bytes | memoryview, tries_again: TriesAgain = never) -> None:
     """Replace the content of `path` by `data`, durably and atomically for other processes and crashes."""
+
+    def write() -> None:
+        with storage_errors("write", path):
+            temporary = _write_sibling(path, data)
+            try:
+                os.rename(temporary, path)
+            except BaseException:
+                _discard(temporary)
+                raise
+
+    until_written(write, tries_again)
     with storage_errors("write", path):
-        temporary = _write_sibling(path, data)
-        try:
-            os.rename(temporary, path)
-        except BaseException:
-            _discard(temporary)
-            raise
         fsync(os.path.dirname(path))
 
 
-def create_exclusive(path: str, data: bytes) -> bool:
+def create_exclusive(path: str, data: bytes, tries_again: TriesAgain = never) -> bool:
     """Create `path` with `data`, durably and atomically; False if it exists, and then it is not changed.
 
-    What exists is durable, too, when this returns.
+    What exists is durable, too, when this returns. If it is tried again, a file with the same data counts as created.
     """
+    has_failed = False
+
+    def create() -> bool:
+        nonlocal has_failed
+        before, has_failed = has_failed, True
+        with storage_errors("create", path):
+            temporary = _write_sibling(path, data)
+            try:
+                _link(temporary, path)
+            except FileExistsError:  # perhaps just now, by a process that has not synced the directory yet
+                return before and holds(path, data)  # a server may have done what it reported as an error
+            finally:
+                _discard(temporary)
+        return True
+
+    created = until_written(create, tries_again)
     with storage_errors("create", path):
-        temporary, created = _write_sibling(path, data), True
-        try:
-            _link(temporary, path)
-        except FileExistsError:
-            created = False  # perhaps just now, by a process that has not synced the directory yet
-        finally:
-            _discard(temporary)
         fsync(os.path.dirname(path))
-        return created
+    return created
 
 
 def write_document(path: str, data: bytes, scratch: str) -> None:

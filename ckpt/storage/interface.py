@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 from ckpt.errors import CheckpointCorruptError, CheckpointExistsError, StorageError
 from ckpt.native import crc32c
 from ckpt.ranks.failure import Failure
+from ckpt.storage.attempts import TriesAgain, never
 from ckpt.storage.documents import decode_document, encode_document
 from ckpt.storage.moved_steps import Aside, MovedStep, MovedTo, find_moved
 from ckpt.storage.names import SaveId, parse_save_name, part_name
@@ -59,6 +60,8 @@ class Pending(ABC):
         self.source = source
         self._token = save.owner if token is None else token
         self._decision = decision
+        self.tries_again: TriesAgain = never
+        """Whether files in a directory are written again; a store tries again by itself."""
         self._own: dict[str, bytes] = {}  # documents that this object has written, and need not read
 
     def check_token(self) -> None:

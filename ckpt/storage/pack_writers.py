@@ -22,6 +22,7 @@ import numpy as np
 from ckpt.errors import StorageError
 from ckpt.native import CHECKSUM_BYTES, RUN, copy_runs, crc32c
 from ckpt.storage.array_metadata import ArrayMeta
+from ckpt.storage.attempts import TriesAgain, never, until_written
 from ckpt.storage.chunk_layout import checksum_to_bytes, in_pages
 from ckpt.storage.compression import compressed
 from ckpt.storage.directories import make_directories
@@ -113,8 +114,7 @@ class PackWriter:
     """
 
     def __init__(self, root: str, rank: int, *, threads: int = 8, reuse: bool = False) -> None:
-        self.tries_again: Callable[[StorageError], bool] = lambda error: False
-        """Called when a file could not be written, by any thread; returns whether to write it again, from the begin."""
+        self.tries_again: TriesAgain = never
         self._root = root
         self._rank = rank
         self._threads = threads
@@ -170,25 +170,20 @@ class PackWriter:
             self._write_file(name, write)
 
     def _write_file(self, name: str, write: Callable[[str, bool], bool]) -> None:
-        """Call ``write(path, overwrite)``, which returns whether it has written the file, until it does not fail.
-
-        Each attempt makes a new file: its sync tells of all that is in it. An error that the kernel has reported for
-        the file before may not be reported again.
-        """
+        """Call ``write(path, overwrite)``, which returns whether it has written the file, until it does not fail."""
         path = os.path.join(self._root, name)
         has_failed = False
-        while True:
-            try:
-                if has_failed:
-                    remove(path)
-                path, overwrite = self._place(name)
-                if write(path, overwrite):
-                    self._files.append(path)
-                return
-            except StorageError as error:
-                if not self.tries_again(error):
-                    raise
-                has_failed = True
+
+        def attempt() -> None:
+            nonlocal path, has_failed
+            if has_failed:
+                remove(path)
+            has_failed = True
+            path, overwrite = self._place(name)
+            if write(path, overwrite):
+                self._files.append(path)
+
+        until_written(attempt, self.tries_again)
 
     def finish(self) -> None:
         """Make everything written durable, including its directories. `StorageError` if that fails."""

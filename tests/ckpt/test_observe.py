@@ -356,3 +356,28 @@ def test_without_a_sink_nothing_is_kept() -> None:
     ckpt.observe(lambda event: None).close()
     emit(_started())
     assert not ckpt.observing.is_observed()  # type: ignore[attr-defined]
+
+
+def test_a_job_that_reads_an_opened_step_into_its_tensors_has_restored_it(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"w": torch.arange(1000.0), "more": {"b": torch.ones(10), "n": 3}}, 4)
+    seen: list[events.Event] = []
+    target = torch.zeros(500)
+    with ckpt.observe(seen.append), ckpt.open(tmp_path) as checkpoint:
+        assert checkpoint["w"].read().sum() == torch.arange(1000.0).sum()  # looked at only
+        checkpoint.read_into([(checkpoint["w"], (500,), target)])
+        assert checkpoint.load(("more",))["n"] == 3
+        with checkpoint.restoring():  # several reads of one restore
+            checkpoint.read_into([(checkpoint["w"], (0,), target)])
+            checkpoint.load(("more",))
+        with pytest.raises(KeyError), checkpoint.restoring():
+            checkpoint.read_into([(checkpoint["v"], (0,), target)])
+    restored, failed = _of(seen, events.Restored), _of(seen, events.RestoreFailed)
+    assert _names(seen) == ["Restored"] * 3 + ["RestoreFailed"]
+    assert [(each.step, each.storage_bytes, each.tier) for each in restored] == [
+        (4, 2000, "storage"),
+        (4, 40, "storage"),
+        (4, 2040, "storage"),
+    ]
+    assert all(0 <= each.seconds < 60 and each.rank == 0 for each in restored)
+    assert [(each.step, each.kind) for each in failed] == [(4, "KeyError")]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from inspect_ckpt.__main__ import main as inspect_ckpt
 
 import ckpt
 from ckpt.errors import CheckpointCorruptError, CheckpointExistsError, FencedError, StorageError
@@ -290,6 +291,48 @@ def test_a_run_of_which_all_steps_are_damaged_is_not_begun_anew(
         with pytest.raises(CheckpointExistsError, match="has 2 steps"):
             save_here(checkpointer, _state(30.0), 30)
         assert checkpointer.all_steps() == [10, 20]
+
+
+@pytest.mark.parametrize("older", ["a", None])
+def test_a_damaged_step_behind_those_of_another_run_may_be_of_the_same(
+    older: str | None, tmp_path: Path, other_process: Any
+) -> None:
+    """As of a run that began with a step of another one. Its own is not moved aside, nor mixed with a new training."""
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        if older is not None:
+            assert checkpointer.start_over(older)
+        save_here(checkpointer, _state(10.0), 10)
+    other_process()
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.start_over("b")
+        assert checkpointer.restore(_state(0.0), step=10) == 10
+        for step in (20, 30):
+            save_here(checkpointer, _state(float(step)), step)
+
+    def damage(step: int) -> None:
+        for name in ("zarr.json", "intent.json"):
+            (tmp_path / f"step_{step:08d}" / name).write_bytes(b"{")
+
+    damage(30)
+    other_process()
+    with ckpt.Checkpointer(tmp_path) as checkpointer:  # step 20 tells that the run has begun
+        assert not checkpointer.start_over("b")
+        assert checkpointer.restore(_state(0.0)) == 20
+    damage(20)
+    other_process()
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(
+            CheckpointCorruptError,
+            match=r"the steps \[20, 30\] of .* are of, as they are damaged, and step 10 is of another.* rm .* 20 30;",
+        ):
+            checkpointer.start_over("b")
+        with pytest.raises(CheckpointExistsError, match="has 3 steps"):
+            save_here(checkpointer, _state(5.0), 5)
+        assert checkpointer.all_steps() == [10, 20, 30]
+    assert inspect_ckpt(["rm", str(tmp_path), "20", "30", "--yes"]) == 0
+    other_process()
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.start_over("b")
 
 
 def test_a_run_is_not_begun_anew_while_storage_fails(

@@ -110,7 +110,7 @@ def _processor_seconds() -> float:
     """Return the processor time of this process and all below it, ended threads included."""
     this = psutil.Process()
     times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))
 
 
 def _rows(figures: _Figures) -> list[Row]:

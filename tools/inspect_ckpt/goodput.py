@@ -7,7 +7,8 @@ Every moment from the first event to the last is one of these. Where several app
                   started again, from the last event before a restore to that restore
     saving        the stall of each save, on the rank that stalled longest
     lost          from the time at which the restored step was staged to the fault: this work was done again. All work
-                  since the first event, if there is no restore, or the step was staged before
+                  since the first event, if there is no restore, or the step was staged before. Of restores of a process
+                  without a save between the last counts; after its last save, without a fault, none does
     requeued      from the end of a run that was asked to stop (`Stopped`) to the first event of the next
     not running   from the end of a run whose processes all said that their work is done (`Closed`), and of which no
                   event follows, to the first event of the next
@@ -60,6 +61,7 @@ WORDS = MappingProxyType(
 
 _SECONDS = {"SaveStaged": "stall_s", "Restored": "seconds", "RestoreFailed": "seconds", "Restarted": "seconds"}
 _MAX_SECONDS = 1e10
+_SAVES = ("SaveStarted", "SaveStaged")
 _STEPS = ("SaveStarted", "SaveStaged", "SavePublished", "SaveAbandoned", "Restored")
 
 
@@ -164,17 +166,20 @@ def goodput(events: Sequence[Event]) -> Goodput:
     spans += [Span("restoring", _begin(event), event["time"]) for event in events if event["event"] == "RestoreFailed"]
     pauses = _pauses(events)
     spans += pauses
-    for restored in (event for event in events if event["event"] == "Restored"):
-        at = _begin(restored)
-        spans.append(Span("restoring", at, restored["time"]))
+    for restores in _restores(events, restarts):
+        at, step = _begin(restores[0]), restores[-1]["step"]
+        spans += [Span("restoring", _begin(restored), restored["time"]) for restored in restores]
+        if _has_ended(events, restores):
+            continue
+        spans.append(Span("restarting", at, _begin(restores[-1])))
         fault = next((first for first, last in restarts if first <= at <= last), None)
         if fault is None:
             fault = max((event["time"] for event in events if event["time"] <= at), default=begin)
             pause = next((each for each in pauses if each.begin == fault), None)
             spans.append(Span("restarting", fault if pause is None else pause.end, at))
-            if pause is not None and restored["step"] == _newest(stalls, fault):
+            if pause is not None and step == _newest(stalls, fault):
                 continue  # what followed on the last save was to wait for it
-        spans.append(Span("lost", min(_worth_until(stalls, restored["step"], fault, begin), fault), fault))
+        spans.append(Span("lost", min(_worth_until(stalls, step, fault, begin), fault), fault))
     spans += [Span("lost", begin, first) for first, last in restarts if _from_scratch(events, first, last)]
     return Goodput(tuple(_painted(spans, begin, max(event["time"] for event in events))))
 
@@ -203,6 +208,40 @@ def _stalls(events: Sequence[Event]) -> list[Event]:
 def _worth_until(stalls: Sequence[Event], step: int, fault: float, begin: float) -> float:
     """Return when a step that was restored after a fault had been staged: the work until then is in it."""
     return max((stall["time"] for stall in stalls if stall["step"] == step and stall["time"] <= fault), default=begin)
+
+
+def _restores(events: Sequence[Event], restarts: Sequence[tuple[float, float]]) -> list[list[Event]]:
+    """Return the restores of each process that no save separates: training went on from the last of them.
+
+    Those before it may be of another training, whose weights this one begins with. A restore in a restart follows on
+    none.
+    """
+    found: list[list[Event]] = []
+    following: dict[tuple[str, int], list[Event]] = {}
+    for event in events:
+        key = _process(event), event["rank"]
+        if event["event"] in _SAVES:
+            following.pop(key, None)
+        elif event["event"] == "Restored":
+            at = _begin(event)
+            if not key[0] or key not in following or any(first <= at <= last for first, last in restarts):
+                following[key] = []
+                found.append(following[key])
+            following[key].append(event)
+    return found
+
+
+def _has_ended(events: Sequence[Event], restores: Sequence[Event]) -> bool:
+    """Return whether a process has saved for the last time before these restores, and had no fault since then.
+
+    Then it only looks at what it has saved, as for a test at its end.
+    """
+    process = _process(restores[0])
+    own = [each for each in events if process and _process(each) == process]
+    saved = max((each["time"] for each in own if each["event"] in _SAVES), default=None)
+    if saved is None or saved > restores[0]["time"]:
+        return False
+    return not any(each["event"] == "Restarted" and each["time"] > saved for each in own)
 
 
 def _newest(stalls: Sequence[Event], until: float) -> int | None:

@@ -154,6 +154,20 @@ def test_what_a_checkpointer_saves_dcp_loads(tmp_path: Path) -> None:
     _assert_equal(loaded, state)
 
 
+def test_a_load_is_a_restore_for_those_that_observe(tmp_path: Path) -> None:
+    state = {"w": torch.arange(100.0), "array": np.arange(3.0), "n": 1}
+    dcp.save(state, storage_writer=Writer(tmp_path / "step_2"))
+    seen: list[Any] = []
+    with ckpt.observe(seen.append):
+        dcp.load({"w": torch.zeros(100), "array": np.zeros(3), "n": 0}, storage_reader=Reader(tmp_path))
+        with pytest.raises(CheckpointException):
+            dcp.load({"w": torch.zeros(7)}, storage_reader=Reader(tmp_path))
+    restored = seen[0]
+    assert isinstance(restored, ckpt.events.Restored)
+    assert (restored.rank, restored.step, restored.storage_bytes) == (0, 2, 424)
+    assert len(seen) == 1  # a plan that does not fit reads nothing
+
+
 class _App(torch.distributed.checkpoint.stateful.Stateful):
     """The idiom of PyTorch's tutorials: one object for model and optimizer."""
 

@@ -86,6 +86,17 @@ def test_what_is_loaded_is_what_was_saved(plugin: CkptIO, tmp_path: Path) -> Non
         assert opened.summary["metrics"] == {"lightning": {"name": "a.ckpt", "epoch": 0, "global_step": 7}}
 
 
+def test_a_load_is_a_restore_for_those_that_observe(plugin: CkptIO, tmp_path: Path) -> None:
+    plugin.save_checkpoint(checkpoint(7), tmp_path / "a.ckpt")
+    plugin.teardown()
+    seen: list[Any] = []
+    with ckpt.observe(seen.append):
+        read_checkpoint(tmp_path / "a.ckpt")  # any program may look
+        plugin.load_checkpoint(tmp_path / "a.ckpt")
+    (restored,) = (each for each in seen if isinstance(each, ckpt.events.Restored))
+    assert (restored.step, restored.storage_bytes) == (7, 24 + 4 + 4 + 4)
+
+
 def test_saves_of_one_global_step_get_numbers_of_their_own(plugin: CkptIO, tmp_path: Path) -> None:
     for name in ("a.ckpt", "last.ckpt"):
         plugin.save_checkpoint(checkpoint(7), tmp_path / name)

@@ -165,7 +165,10 @@ def _load_and_compare(rank: int, world_size: int, root: Path, divisions: list[tu
     folder = str(root / "iter_0000100")
     assert core.check_is_distributed_checkpoint(folder)
     for tp, pp in divisions:
-        loaded = core.load(_model(tp, pp, blank=True, padded=16), folder, megatron.CkptLoadStrategy())
+        seen: list[Any] = []
+        with ckpt.observe(seen.append):
+            loaded = core.load(_model(tp, pp, blank=True, padded=16), folder, megatron.CkptLoadStrategy())
+        assert [(type(each).__name__, each.rank, each.step) for each in seen] == [("Restored", rank, 100)]
         wanted = _datas(_model(tp, pp, padded=16))
         assert loaded["iteration"] == 100
         assert _plain(loaded) == _plain(wanted), (tp, pp)
@@ -482,6 +485,7 @@ def _refusals(rank: int, world_size: int, root: Path) -> dict[str, str]:
         "flat": saved({"w": flat}),
         "array": saved({"text": np.array(["a"])}),
         "bytes": saved({"big": [np.arange(3, dtype=np.dtype(int).newbyteorder())]}),
+        "mask": saved({"part": [np.ma.array([1.0, 2.0], mask=[False, True])]}),
         "names": saved({"pairs": {None: torch.zeros(1), "None": torch.ones(1)}}),
     }
     state = {"w": tensor("w", torch.ones(2), replica_id=rank)}
@@ -514,6 +518,11 @@ _SENTENCES = {
     "flat": ("StateError", "flattened ranges are not supported", "fully_reshardable or dp_reshardable"),
     "array": ("StateError", "megatron/common/text", "numpy arrays of dtype <U1 cannot be stored"),
     "bytes": ("StateError", "megatron/common/big/0: numpy arrays of dtype", "another byte order) cannot be stored"),
+    "mask": (
+        "StateError",
+        "megatron/common/part/0: numpy arrays with a mask cannot be stored",
+        "its data and its mask",
+    ),
     "names": ("StateError", "megatron/common/pairs/None", "two tensors or arrays have this name"),
     "queue": ("CheckpointError", "schedule its request on the `queue` of the strategy"),
     "missing": ("CheckpointingException", "x is not there", "y is not there"),

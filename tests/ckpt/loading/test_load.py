@@ -204,3 +204,11 @@ def test_topmost_keys_are_left_out_and_not_read(root: Path) -> None:
     assert ckpt.load(root, 2, exclude="model") == {}
     with pytest.raises(CheckpointCorruptError):
         ckpt.load(root, 2)
+
+
+def test_a_step_that_is_open_is_loaded_and_stays_open(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"w": torch.arange(3.0), "n": 5}, 1)
+    with ckpt.open(tmp_path) as checkpoint:
+        assert ckpt.load(checkpoint, exclude="w") == {"n": 5}
+        assert torch.equal(ckpt.load(checkpoint)["w"], checkpoint["w"].torch())

@@ -48,6 +48,7 @@ def test_arrays_keep_everything(leaf: Any) -> None:
         (torch.ones(2).to_sparse(), "state/0: this tensor has the layout"),
         (np.array(["text"]), "state/0: numpy arrays of dtype <U4 cannot be stored"),
         (np.array([None]), "state/0: numpy arrays of dtype object cannot be stored"),
+        (np.ma.array([1, 2], mask=[0, 1]), "state/0: numpy arrays with a mask cannot be stored"),
     ],
     ids=str,
 )

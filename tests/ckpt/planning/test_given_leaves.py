@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,3 +108,16 @@ def test_a_damaged_box_is_named(step: Path) -> None:
         pack.write_bytes(data)
         with pytest.raises(ckpt.CheckpointCorruptError, match="a/w"):
             opened.read_into([(opened["a/w"], (0, 0), torch.zeros(8, 6))])
+
+
+def test_an_array_with_a_mask_is_refused(tmp_path: Path) -> None:
+    """Its elements alone would be stored, and the mask lost."""
+    masked = np.ma.array([1.0, 2.0], mask=[False, True])
+    with ckpt.Checkpointer(tmp_path) as checkpointer:
+        for state in ({"part": masked}, {"part": [{"a": masked}]}):
+            with pytest.raises(ckpt.StateError, match=r"part.*: numpy arrays with a mask cannot be stored.* its mask"):
+                checkpointer.save(state, 1)
+        with pytest.raises(ckpt.StateError, match=r"part: numpy arrays with a mask"):
+            ckpt.Leaves().add_value(("part",), masked)
+        checkpointer.save({"part": [masked.data, masked.mask]}, 1)
+    assert ckpt.load(tmp_path)["part"][1].tolist() == [False, True]

@@ -428,10 +428,14 @@ def test_dcp_is_told_of_a_step_that_is_not_published(small_disk: Path) -> None:
 # -- failures of a moment ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("moment", ["_begin", "_write", "_manifest", "_decide"])
 def test_a_disk_that_is_full_for_a_moment_is_not_noticed(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    moment: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The writer tries again; meanwhile there is room. A real disk, and a clock that this test sets."""
+    """The writer tries again; meanwhile there is room. A real disk, and a clock that this test sets.
+
+    There is none for the intent, for the files of the pack, for the part manifest, and for what belongs to the step.
+    """
     with ckpt.Checkpointer(small_disk / "root", timeout=40) as checkpointer, caplog.at_level(logging.INFO, "ckpt"):
         save_here(checkpointer, _state(1), 1)
         request = checkpointer.save_request(_state(2), 2)
@@ -443,13 +447,13 @@ def test_a_disk_that_is_full_for_a_moment_is_not_noticed(
             fillers[0].unlink(missing_ok=True)  # of several files, each in a thread, that have found no room
 
         monkeypatch.setattr(patience.time, "sleep", sleep)
-        writing = ckpt.saving.write.ShareWriter._write
+        going_on = getattr(ckpt.saving.write.ShareWriter, moment)
 
-        def write(writer: Any) -> Any:
-            fillers.append(fill(small_disk))  # after the save has begun
-            return writing(writer)
+        def on_a_full_disk(writer: Any, *given: Any) -> Any:
+            fillers.append(fill(small_disk))
+            return going_on(writer, *given)
 
-        monkeypatch.setattr(ckpt.saving.write.ShareWriter, "_write", write)
+        monkeypatch.setattr(ckpt.saving.write.ShareWriter, moment, on_a_full_disk)
         request.execute_sync()
         assert pauses
         assert checkpointer.all_steps() == [1, 2]

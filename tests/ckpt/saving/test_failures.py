@@ -434,7 +434,7 @@ def test_what_the_queue_refuses_takes_no_slot(tmp_path: Path, monkeypatch: pytes
         with monkeypatch.context() as patch:
             patch.setattr(call, "pickled", refuse)
             for step in range(4):
-                with pytest.raises(OSError, match="no descriptor"):
+                with pytest.raises(ckpt.SaveAbandonedError, match=r"OSError: .*no descriptor"):
                     checkpointer.async_save(_state(1.0), step)
         checkpointer.queue.close()  # the next save starts another writer
         checkpointer.save(_state(1.0), 4)

@@ -10,9 +10,11 @@ import pytest
 import torch.distributed as dist
 
 import ckpt
-from ckpt.ranks import late
+from ckpt.ranks import attendance, late
+from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.late import LateRanks
 from ckpt.ranks.rounds import meet
+from ckpt.ranks.stop import Outcome, StopAgreement, StopRequest
 from inprocess.ipc.process import Process
 from tests.ckpt.crash.killers import wait_until
 from tests.support import run_ranks
@@ -122,3 +124,73 @@ def test_a_writer_misses_the_part_of_a_rank_that_does_not_save(tmp_path: Path, e
     assert text.startswith(f"rank {early} has waited ")
     assert f" s for all ranks to finish their parts of step 2 (rank {other} missing), and waits " in text
     assert re.search(rf"rank {other} has written nothing of this save; its writer, process \d+ is ", text)
+
+
+def _one_finalizes_first(rank: int, world_size: int, folder: Path) -> list[str]:
+    """The other one does when it is missed: the queue waits for all ranks in one all_reduce."""
+    late._FIRST_S, attendance.LONG_S = _EARLY_S, _EARLY_S / 2
+    missed = folder / "missed"
+    warnings = _Warnings(missed.touch)
+    with ckpt.AsyncCallsQueue(no_dist=False) as queue:
+        for early in range(world_size):
+            queue.schedule_async_request(ckpt.AsyncRequest(None, (), []))
+            dist.barrier()
+            missed.unlink(missing_ok=True)
+            dist.barrier()
+            if rank != early:
+                wait_until(missed.exists, "a warning")
+            assert queue.maybe_finalize_async_calls(blocking=True) == [early]
+        dist.barrier()
+        store = Ranks().store()
+        assert not any(store.check([f"waits/reduce/{each}"]) for each in range(world_size)), "a wait has ended"
+    return warnings.texts
+
+
+def test_the_queue_names_the_rank_that_does_not_finalize(tmp_path: Path) -> None:
+    for rank, result in enumerate(run_ranks(_one_finalizes_first, 2, tmp_path)):
+        first = result.value[0]
+        text = (
+            rf"^rank {rank} has waited \d+ s for rank {1 - rank} to agree on background calls, and waits until the "
+            rf"timeout of the process group: rank {1 - rank} has taken part in nothing yet\. Every rank must call the "
+        )
+        assert re.search(text, first), first
+
+
+def test_a_stop_that_a_rank_takes_no_part_in_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late, "_FIRST_S", _EARLY_S)
+    store = dist.HashStore()
+    ranks = [StopAgreement(rank, 3) for rank in range(3)]
+    warned = threading.Event()
+    warnings = _Warnings(warned.set)
+    request = StopRequest("signal SIGTERM", 0, 100.0)
+    outcomes: list[Outcome] = []
+
+    def train(agreement: StopAgreement) -> None:
+        for step in range(1, 100):
+            if (outcome := agreement.arrive(step)) is not Outcome.GO_ON:
+                outcomes.append(outcome)
+                return
+
+    try:
+        for agreement in ranks[:2]:
+            agreement.look(store, request, 0.0)
+        threads = [threading.Thread(target=train, args=(agreement,), daemon=True) for agreement in ranks[:2]]
+        for thread in threads:
+            thread.start()
+        wait_until(
+            lambda: all(agreement.look(store, request, 0.0) and warned.is_set() for agreement in ranks[:2]), "it"
+        )
+        ranks[2].look(store, None, 0.0)
+        for agreement in ranks[:2]:
+            agreement.look(store, None, 0.0)
+        for thread in threads:
+            thread.join(_LONG_S)
+    finally:
+        logging.getLogger("ckpt").removeHandler(warnings)
+    assert outcomes == [Outcome.STOP, Outcome.STOP]
+    (text, *_) = warnings.texts
+    assert re.search(
+        r"^rank 0 has waited \d+ s for rank 2 to agree on a step to stop after, and waits \d+ s more: ", text
+    )
+    assert "rank 2 has taken part in nothing yet" in text
+    assert not any(text.startswith("rank 1 ") for text in warnings.texts), "one rank tells of it"

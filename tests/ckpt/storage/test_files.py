@@ -1,10 +1,12 @@
+import errno
 import mmap
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,3 +176,50 @@ def test_readers_keep_a_step_from_being_removed(tmp_path: Path, leak_check: Leak
     assert lock_shared(path) is None
     removal.close()
     removal.close()
+
+
+@pytest.mark.parametrize("write", [files.write_durable, files.create_exclusive])
+def test_a_file_is_written_again_but_its_directory_is_not_synced_again(
+    write: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def tries_again(error: StorageError) -> bool:
+        asked.append(str(error))
+        monkeypatch.undo()
+        return True
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EIO, "a server was away")
+
+    monkeypatch.setattr(files.os, "fsync", fail)  # of the file: another one is written in full
+    assert write(str(tmp_path / "a"), b"mine", tries_again) in (None, True)
+    assert (tmp_path / "a").read_bytes() == b"mine"
+    assert len(asked) == 1
+    monkeypatch.setattr(files, "fsync", fail)  # of the directory: the kernel may have dropped what is in it
+    with pytest.raises(StorageError, match="a server was away"):
+        write(str(tmp_path / "b"), b"mine", tries_again)
+    assert len(asked) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+@pytest.mark.parametrize("found", [b"mine", b"theirs"])
+def test_a_file_that_a_server_has_created_and_reported_as_an_error_is_created(
+    found: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    assert files.create_exclusive(str(path.with_name("c")), b"mine")
+    assert not files.create_exclusive(str(path.with_name("c")), b"mine")
+
+    def link(source: str, target: str) -> None:
+        path.write_bytes(found)
+        raise OSError(errno.EIO, "no answer")
+
+    monkeypatch.setattr(files, "_link", link)
+
+    def tries_again(error: StorageError) -> bool:
+        monkeypatch.undo()
+        return True
+
+    assert files.create_exclusive(str(path), b"mine", tries_again) is (found == b"mine")
+    assert path.read_bytes() == found

@@ -184,6 +184,28 @@ def test_a_stop_ends_at_an_event_of_another_process(process: str) -> None:
     assert found.seconds("requeued") == pytest.approx(0.0 if process == "a" else 379.0)
 
 
+def test_what_is_loaded_before_a_restore_is_not_where_training_goes_on() -> None:
+    """Such as weights of another run, by `ckpt.open` or an adapter: its step is none of this job."""
+    crashed = of("a", event("SaveStarted", 100.0, step=1), staged(1, 101.0, 1.0), event("SavePublished", 103.0, step=1))
+    loads = of("b", restored(5000, 200.0, 10.0), restored(1, 215.0, 4.0), staged(2, 221.0, 1.0))
+    expected = {"saving": 2.0, "lost": 2.0, "restarting": 98.0, "restoring": 14.0, "training": 5.0}
+    assert times(goodput([*crashed, *loads])) == expected
+    stop = of("a", event("Stopped", 103.5, step=1, cause="signal SIGTERM"), closed(104.0))
+    found = goodput([*crashed, *stop, *loads])  # the last save was waited for
+    assert times(found) == {"saving": 2.0, "restarting": 11.0, "restoring": 14.0, "training": 8.0}
+    assert found.seconds("requeued") == pytest.approx(86.0)
+
+
+def test_what_is_loaded_when_all_is_saved_loses_nothing() -> None:
+    """As by `Trainer.test(ckpt_path="best")`: nothing is trained again."""
+    saves = [staged(1, 101.0, 1.0), staged(2, 111.0, 1.0), event("SavePublished", 112.0, step=2)]
+    run = of("a", event("SaveStarted", 100.0, step=1), *saves, restored(1, 130.0, 2.0), event("Closed", 140.0))
+    expected = {"saving": 2.0, "restoring": 2.0, "training": 36.0}
+    assert times(goodput(run)) == expected
+    back = of("a", event("SaveStarted", 150.0, step=3), staged(3, 151.0, 1.0))  # the program went back, and trained on
+    assert goodput([*run[:-1], *back]).seconds("lost") == pytest.approx(10.0)
+
+
 _PROGRAM = """
 import os, signal, sys, time
 import ckpt, torch
