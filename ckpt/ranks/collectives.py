@@ -8,6 +8,7 @@ a process group of torch; `StoreRanks` have none yet, and use a store alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import struct
@@ -146,8 +147,7 @@ class Ranks(Group):
                     is_noted = True
                     ask(Attendance.note)
                 if late.is_due(waited_s):
-                    told = late, waited_s, None, self.doing, "the same methods of the queue"
-                    ask(lambda place, told=told: place.warn(*told))
+                    ask(functools.partial(self._warn, late, waited_s))
                 pause_s = min(max(_FIRST_PAUSE_S, waited_s * _PAUSE), _LONGEST_PAUSE_S)
                 suspension.expect(pause_s)
                 time.sleep(pause_s)
@@ -155,6 +155,9 @@ class Ranks(Group):
             if is_noted:
                 ask(Attendance.forget)
         work.wait()
+
+    def _warn(self, late: LateRanks, waited_s: float, place: Attendance) -> None:
+        place.warn(late, waited_s, None, self.doing, "the same methods of the queue")
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[Any]:
