@@ -86,8 +86,9 @@ class CkptIO(CheckpointIO):
     on_failed_save.
 
     The error of a save is raised by the next one, or at the end of `Trainer.fit`, unless `on_failed_save` lets training
-    go on. What Lightning saves when SLURM is about to end the job is published when the save returns. After an
-    exception in `fit`, saves that are staged are not waited for: their writer finishes them, even if this process ends.
+    go on. What Lightning saves when SLURM is about to end the job, and a whole checkpoint after the end of `fit`, is
+    published when the save returns. After an exception in `fit`, saves that are staged are waited for at most five
+    seconds: their writer finishes them, even if this process ends.
 
     One object serves any number of calls of `fit`, `test` and so on, and any number of Trainers, one after the other.
     The hooks of `ckpt.restart` take it in place of a Checkpointer; the next `fit` restores, with ``ckpt_path="last"``.
@@ -107,6 +108,7 @@ class CkptIO(CheckpointIO):
         self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         self._directories: dict[str, Directory] = {}
         self._restarts = False
+        self._has_ended = False  # a Trainer, and none has loaded since: only then loops tell whether it trains
         self._alone: dist.ProcessGroup | None = None  # of this rank only
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _StrPath, storage_options: Any | None = None) -> None:
@@ -173,21 +175,17 @@ class CkptIO(CheckpointIO):
     def teardown(self) -> None:
         """Wait for all saves and end the writers, then raise the first failure.
 
-        After an exception, wait for nothing: a writer with a save in flight stays, and finishes by itself; so do all
-        with the hooks of `ckpt.restart`, for the next call of the function.
+        After an exception, wait for at most five seconds: a writer with a save that takes longer stays, and finishes by
+        itself. All stay, without a wait, with the hooks of `ckpt.restart`: for the next call of the function.
         """
+        self._has_ended = not self._restarts
         if sys.exc_info()[1] is not None:
             if not self._restarts:
-                ended = [root for root, directory in self._directories.items() if directory.end_if_idle()]
+                ended = [root for root, directory in self._directories.items() if directory.end_after_exception()]
                 for root in ended:
                     del self._directories[root]
             return
-        errors = []
-        for directory in list(self._directories.values()):
-            errors += directory.close()
-        self._directories.clear()
-        if errors:
-            raise errors[0]
+        self._close(list(self._directories))
 
     @property
     def bridge(self) -> _Bridge:
@@ -225,12 +223,23 @@ class CkptIO(CheckpointIO):
         directory.save(checkpoint, where, step, {"lightning": about}, recovers=recovers)
         if name.startswith(_BEFORE_THE_END):
             directory.finalize(blocking=True)
+        elif self._has_ended and _is_between_epochs(checkpoint):  # by Trainer.save_checkpoint: no teardown follows
+            self._close([root_of(where)])
+
+    def _close(self, roots: list[str]) -> None:
+        """Wait for the saves of directories and end their writers, then raise the first failure."""
+        errors = []
+        for root in roots:
+            errors += self._directories.pop(root).close()
+        if errors:
+            raise errors[0]
 
     def _find(self, path: _StrPath) -> tuple[str, int] | None:
         """Return root and number of the newest complete step of a name, the same on all ranks; see `newest`.
 
         While its newest step is being written, this waits, at most half of `timeout`: other ranks wait meanwhile.
         """
+        self._has_ended = False
         ranks = self._all_ranks()
 
         def find() -> tuple[str, int] | None:
@@ -292,6 +301,13 @@ class _Bridge:
                     _log.warning("%s: %s", root, failure)
                 del self._directories[root]
         self._forget_group()
+
+
+def _is_between_epochs(checkpoint: dict[str, Any]) -> bool:
+    """Return whether each epoch that `Trainer.fit` began has ended; False if a checkpoint does not say it."""
+    loops = checkpoint.get("loops") or {}
+    progress = loops.get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
+    return bool(progress) and progress["ready"] == progress["completed"]
 
 
 # -- strategies in which all ranks save --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import ckpt
 from ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CheckpointTimeoutError, StorageError
 from ckpt.integrations.lightning_names import exists, is_link, read_name, remove_name, write_name
 from ckpt.integrations.lightning_reading import taken_steps
@@ -15,6 +16,7 @@ from ckpt.integrations.lightning_reading import taken_steps
 __all__ = ["Directory"]
 
 _log = logging.getLogger("ckpt")
+_WAIT_S = 5.0  # after an exception: most saves end in that time, and an error that is told later is not missed
 
 
 class Directory:
@@ -90,13 +92,14 @@ class Directory:
         finally:
             self.checkpointer.close()
 
-    def end_if_idle(self) -> bool:
-        """End without waiting after an exception, and return True, unless a save is in flight. By this rank alone.
+    def end_after_exception(self) -> bool:
+        """End by this rank alone, and return True, unless a save is still in flight after a few seconds.
 
         A later owner of the root would fence off a writer that has not begun its save. If ranks share the directory,
-        saves are finalized by all of them together, so only what they know already counts.
+        saves are finalized by all of them together, so only what they know already counts, and nothing is waited for.
         """
         if not self.shared:
+            ckpt.wait_until_written(self._root, timeout=_WAIT_S)
             for failure in self.settle(blocking=False):
                 _log.warning("%s", failure)
         if self._saves:

@@ -41,6 +41,7 @@ _IDENTITY = "root.json"
 _ATTEMPTS = 100
 _LATEST_S = 253402300799.0  # the end of the year 9999: later times cannot be printed
 _TEMPORARY_S = 60.0  # the longest wait for a restore or a tool with a temporary claim
+_LAST_RENEWAL_S = 1.0  # how long a release waits for it
 _PAUSE_S = 0.05
 
 
@@ -107,8 +108,10 @@ class ClaimLease:
         self._ownership.renew(self._token)
 
     def close(self) -> None:
-        """Stop renewing. Idempotent."""
+        """Stop renewing, and end the thread unless the file system does not answer. Idempotent."""
         self._closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LAST_RENEWAL_S)
 
 
 def _keep_claim(lease: weakref.ref[ClaimLease], closed: threading.Event, renew_s: float) -> None:

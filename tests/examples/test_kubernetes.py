@@ -25,7 +25,21 @@ _ASKED_TO_STOP = _WATCHER["exit_code"].default
 _GRACE: timedelta = _WATCHER["grace"].default
 _STOPPED = 128 + signal.SIGTERM
 _VARIABLES = {"RANK": "1", "MASTER_ADDR": "run8-master-0", "MASTER_PORT": "23456"}  # of the training operator
+_PET = {
+    "NNODES": "2",
+    "NPROC_PER_NODE": "8",
+    "NODE_RANK": "1",
+    "MASTER_ADDR": "run9-node-0-0.run9",
+    "MASTER_PORT": "29500",
+}
 _LEAST_S = _GRACE.total_seconds() + 5  # the page's formula; there is no preStop hook
+
+
+@pytest.fixture(autouse=True)
+def _variables_of_a_train_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the controller of TrainJobs adds to the environment of a container. Arguments count more."""
+    for name, value in _PET.items():
+        monkeypatch.setenv(f"PET_{name}", value)
 
 
 def _manifest(name: str) -> dict[str, Any]:
@@ -34,15 +48,32 @@ def _manifest(name: str) -> dict[str, Any]:
     return loaded
 
 
-def _job() -> dict[str, Any]:
-    (replicated,) = _manifest("jobset.yaml")["spec"]["replicatedJobs"]
+def _runtime_and_train_job() -> tuple[dict[str, Any], dict[str, Any]]:
+    runtime, train_job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
+    return runtime, train_job
+
+
+def _job_set(name: str) -> dict[str, Any]:
+    """The spec of the JobSet of a manifest."""
+    spec = (
+        _runtime_and_train_job()[0]["spec"]["template"]["spec"] if name == "trainjob.yaml" else _manifest(name)["spec"]
+    )
+    assert isinstance(spec, dict)
+    return spec
+
+
+def _job(name: str = "jobset.yaml") -> dict[str, Any]:
+    (replicated,) = _job_set(name)["replicatedJobs"]
     found: dict[str, Any] = replicated["template"]["spec"]
     return found
 
 
 def _pods() -> dict[str, dict[str, Any]]:
     roles = _manifest("pytorchjob.yaml")["spec"]["pytorchReplicaSpecs"]
-    return {"trainer": _job()["template"]["spec"], **{name: role["template"]["spec"] for name, role in roles.items()}}
+    node = _job("trainjob.yaml")["template"]["spec"]
+    node["containers"][0]["command"] = _runtime_and_train_job()[1]["spec"]["trainer"]["command"]
+    pods = {"trainer": _job()["template"]["spec"], "node": node}
+    return pods | {name: role["template"]["spec"] for name, role in roles.items()}
 
 
 def _gibibytes(quantity: str) -> int:
@@ -63,8 +94,9 @@ def test_each_manifest_is_on_the_page() -> None:
     assert manifests == set(re.findall(r"\]\(\.\./examples/kubernetes/(\S+)\)", PAGE))
 
 
-def test_the_failure_policy_knows_the_exit_codes() -> None:
-    job = _job()
+@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+def test_the_failure_policy_knows_the_exit_codes(name: str) -> None:
+    job = _job(name)
     rules = job["podFailurePolicy"]["rules"]
     codes = {rule["onExitCodes"]["values"][0]: rule for rule in rules if "onExitCodes" in rule}
     assert codes[NO_RESTART_EXIT_CODE]["action"] == "FailJob"
@@ -76,7 +108,7 @@ def test_the_failure_policy_knows_the_exit_codes() -> None:
     (conditions,) = (rule["onPodConditions"] for rule in rules if "onPodConditions" in rule)
     assert conditions == [{"type": "DisruptionTarget", "status": "True"}]
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # Kubernetes refuses the policy otherwise
-    (rule,) = _manifest("jobset.yaml")["spec"]["failurePolicy"]["rules"]
+    (rule,) = _job_set(name)["failurePolicy"]["rules"]
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 
 
@@ -91,7 +123,7 @@ def test_the_page_has_the_exit_codes() -> None:
     assert found == {0, 1, _ASKED_TO_STOP, NO_RESTART_EXIT_CODE, _STOPPED, 128 + signal.SIGKILL}
 
 
-@pytest.mark.parametrize("name", ["trainer", "Master", "Worker"])
+@pytest.mark.parametrize("name", ["trainer", "node", "Master", "Worker"])
 def test_a_pod(name: str) -> None:
     pod = _pods()[name]
     (container,) = pod["containers"]
@@ -132,6 +164,25 @@ def test_the_nodes_meet_at_the_first_pod() -> None:
     arguments, _ = _options_of(_pods()["Worker"])
     assert int(arguments.nnodes) == sum(role["replicas"] for role in roles)
     assert (arguments.node_rank, arguments.master_addr) == (1, _VARIABLES["MASTER_ADDR"])
+
+
+def test_a_train_job_finds_its_runtime_and_its_first_pod() -> None:
+    runtime, train_job = _runtime_and_train_job()
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert (
+        train_job["spec"]["runtimeRef"].items()
+        >= {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}.items()
+    )
+    assert train_job["apiVersion"] == runtime["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    assert "torch" in runtime["spec"]["mlPolicy"]
+    # What the controller looks for: the label of the job, its one replica, and the name of its container.
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    names = [container["name"] for container in replicated["template"]["spec"]["template"]["spec"]["containers"]]
+    assert (replicated["template"]["metadata"]["labels"], replicated["replicas"], names) == (labels, 1, ["node"])
+    arguments, _ = _options_of(_pods()["node"])
+    trainer, name = train_job["spec"]["trainer"], train_job["metadata"]["name"]
+    assert (int(arguments.nnodes), int(arguments.nproc_per_node)) == (trainer["numNodes"], trainer["numProcPerNode"])
+    assert (arguments.node_rank, arguments.master_addr) == (1, f"{name}-{replicated['name']}-0-0.{name}")
 
 
 _SAVE = """

@@ -256,16 +256,53 @@ def test_after_an_exception_the_writer_finishes_alone(plugin: CkptIO, tmp_path: 
     assert number_of(plugin.load_checkpoint(tmp_path / "a.ckpt")) == 1
 
 
-def test_after_an_exception_no_thread_stays_unless_a_save_is_in_flight(plugin: CkptIO, tmp_path: Path) -> None:
+def test_after_an_exception_a_save_in_flight_is_waited_for_and_no_thread_stays(plugin: CkptIO, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     plugin.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
-    ckpt.wait_until_written(tmp_path, 1)
+    wait_until(lambda: steps(tmp_path) == [1], "the step")
+    with stopped_until_a_load_waits():
+        plugin.save_checkpoint(checkpoint(2), tmp_path / "b.ckpt")
+        try:
+            raise RuntimeError("in fit")
+        except RuntimeError:
+            plugin.teardown()
+    assert _claims_since(before) == []
+    assert steps(tmp_path) == [1, 2]
+    assert number_of(plugin.load_checkpoint(tmp_path / "b.ckpt")) == 2
+
+
+def _claims_since(before: set[threading.Thread]) -> list[str]:
+    return [thread.name for thread in set(threading.enumerate()) - before if thread.name == "ckpt-claim"]
+
+
+def progress(ready: int, completed: int) -> dict[str, Any]:
+    return {"fit_loop": {"epoch_progress": {"current": {"ready": ready, "completed": completed}}}}
+
+
+def test_a_checkpoint_after_the_end_of_training_is_published_on_return(plugin: CkptIO, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    plugin.save_checkpoint(checkpoint(1, loops=progress(1, 0)), tmp_path / "epoch=0.ckpt")
+    plugin.teardown()  # the Trainer has ended, and calls it no more
+    plugin.save_checkpoint(checkpoint(1, loops=progress(1, 1)), tmp_path / "final.ckpt")
+    assert _claims_since(before) == []
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_checkpoint_in_another_training_is_not_waited_for(loads: bool, plugin: CkptIO, tmp_path: Path) -> None:
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+    plugin.teardown()
+    if loads:  # Lightning counts no epoch after some resumptions
+        plugin.load_checkpoint(tmp_path / "a.ckpt")
+    plugin.save_checkpoint(checkpoint(2), tmp_path / "b.ckpt")
+    wait_until(lambda: steps(tmp_path) == [1, 2], "the step")
+    writer = newest_writer()
+    writer.suspend()
     try:
-        raise RuntimeError("in fit")
-    except RuntimeError:
-        plugin.teardown()
-    assert "ckpt-claim" not in {thread.name for thread in set(threading.enumerate()) - before}
-    assert number_of(plugin.load_checkpoint(tmp_path / "a.ckpt")) == 1
+        plugin.save_checkpoint(checkpoint(3, loops=progress(1, int(loads))), tmp_path / "c.ckpt")
+        assert steps(tmp_path) == [1, 2]
+    finally:
+        writer.resume()
 
 
 def test_after_an_exception_the_next_save_does_not_fence_off_the_writer(plugin: CkptIO, tmp_path: Path) -> None:
@@ -359,3 +396,14 @@ def test_a_module_is_made_from_a_checkpoint(plugin: CkptIO, tmp_path: Path) -> N
     plugin.teardown()
     loaded = load_from_checkpoint(Model, tmp_path / "a.ckpt")
     assert torch.equal(loaded.hidden.weight, model.hidden.weight)
+
+    class More(Model):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.more = torch.nn.Linear(1, 1)
+
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .more\.weight"):
+        load_from_checkpoint(More, tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match="not in the checkpoint: .'more.weight', 'more.bias'"):
+        other = load_from_checkpoint(More, tmp_path / "a.ckpt", strict=False)
+    assert torch.equal(other.hidden.weight, model.hidden.weight)

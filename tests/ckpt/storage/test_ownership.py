@@ -13,7 +13,7 @@ import pytest
 
 from ckpt.errors import FencedError, StorageError
 from ckpt.storage.leases import EXPIRY_S, Leases
-from ckpt.storage.ownership import Ownership, OwnerState
+from ckpt.storage.ownership import ClaimLease, Ownership, OwnerState
 from inprocess.ipc.process import Process
 from tests.support.template import REPOSITORY
 
@@ -227,3 +227,25 @@ def test_a_writer_renews_the_lease_of_its_host(ownership: Ownership, processes: 
 def test_who_cannot_register_is_told(ownership: Ownership, tmp_path: Path) -> None:
     with pytest.raises((StorageError, FileNotFoundError)):
         ownership.leases(7).register(0, Process.here(), _never)
+
+
+def test_a_closed_lease_leaves_no_thread(ownership: Ownership) -> None:
+    """Also if the thread is just renewing the claim."""
+    ended: list[str] = []
+    renewing = threading.Event()
+
+    class Slow(Ownership):
+        renew_s = 0.0
+
+        def renew(self, token: int) -> None:
+            renewing.set()
+            lease._closed.wait(30)
+            ended.append("renewal")
+
+    lease = ClaimLease(Slow(ownership.path))
+    lease.hold(1)
+    assert renewing.wait(30)
+    lease.close()
+    assert ended == ["renewal"]
+    assert lease._thread is not None
+    assert not lease._thread.is_alive()
