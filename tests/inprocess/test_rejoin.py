@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Semaphore
@@ -29,7 +30,6 @@ from inprocess.rank_assignment import (
 from inprocess.rank_filter import MaxActiveWorldSize as ClassicMaxActiveWorldSize
 from inprocess.settings import RejoinPolicy
 from tests.inprocess.coordination.helpers import eventually
-from tests.support.template import quick_python
 
 LONG_S = 20.0
 
@@ -293,7 +293,7 @@ def newcomer_process(job: Job, place: int, policy: str) -> Iterator[Callable[[],
     """A process in the place of this rank waits; the function kills it, and returns when the job can know that."""
     initial_rank = place + job.places
     argument = json.dumps([job.store.access.to_document(), initial_rank, job.places, policy])
-    with subprocess.Popen([quick_python(), "-c", NEWCOMER, argument]) as process:
+    with subprocess.Popen([sys.executable, "-c", NEWCOMER, argument]) as process:
 
         def kill() -> None:
             process.kill()
