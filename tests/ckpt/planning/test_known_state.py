@@ -439,6 +439,15 @@ def test_what_cannot_be_stored_is_refused_though_the_rest_is_known(make: Callabl
     _is_known(states, state)
 
 
+@pytest.mark.parametrize("key", [True, 1.0])
+def test_a_key_that_is_equal_to_another_one_is_refused(key: Any) -> None:
+    state = {"model": _tensors(), "numbered": {1: torch.zeros(2)}}
+    states = _known(state)
+    state["numbered"] = {key: state["numbered"][1]}
+    with pytest.raises(StateError, match="numbered: keys must be str or int"):
+        states.flatten(state)
+
+
 def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
     state = {"model": _tensors()}
     states = _known(state)
