@@ -150,7 +150,7 @@ def test_a_file_with_another_name_is_never_written_over(tmp_path: Path) -> None:
 def _record(rank: int, world_size: int, root: Path) -> tuple[Tree, list[Change]]:
     """Save four steps, of which files are linked, and record the last save."""
     known = UnchangedFiles()
-    write.UnchangedFiles = lambda: known  # type: ignore[misc, assignment] # as a writer process keeps it
+    write.UnchangedFiles = lambda: known  # as a writer process keeps it
     state, recorder = state_of(1.0), Recorder()
     staging = ckpt.Staging(threads=1, link_unchanged=True, file_bytes=8 << 10)
     with ckpt.Checkpointer(root, keep=2, staging=staging) as checkpointer:
