@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.arguments import check_flag, check_mapping, in_seconds, whole_number
@@ -27,7 +27,7 @@ from ckpt.saving.save_failures import SaveFailures
 from ckpt.saving.stage import StagingOptions
 from ckpt.saving.task import SaveOptions
 from ckpt.staging.neighbors import node
-from ckpt.storage.compression import Compression
+from ckpt.storage.compression import FRAME_BYTES, Compression
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.options import StorageOptions
@@ -128,13 +128,16 @@ class Parts:
         root_at = own_root(root, StorageOptions.of(settings.storage_options, timeout_s / 2))
         reuses_files = settings.reuses_files(root_at)
         node_path = settings.node_local
+        compression = Compression.of(staging.compression)
         grid = GridOptions(staging.file_bytes, staging.inner_bytes, common_apart=node_path is not None)
+        if compression is not None:
+            grid = replace(grid, least_inner_bytes=FRAME_BYTES)
         how_staged = StagingOptions(
             staging.slots_for(snapshots),
             staging.max_host_bytes,
             staging.overlap,
             timeout_s,
-            Compression.of(staging.compression),
+            compression,
             grid,
             staging.on_divergence,
             snapshots is not None,

@@ -18,7 +18,6 @@ __all__ = ["Grid", "GridOptions", "common_grid", "refine"]
 _INNER_CHUNKS = 96  # then a rank that reads a third of a tensor reads at most 1/16 more
 _INNER_CHUNKS_OF_SHARE = 20  # of each rank; then one of fewer ranks reads at most 1/10 more, however many there were
 _INNER_CHUNKS_OF_CHUNK = 8
-_MIN_INNER_BYTES = 16 << 10
 _CHUNKS_IN_FILE = 4  # so that files are not much larger than wanted
 _TOO_SMALL = 8  # times smaller than wanted
 
@@ -28,12 +27,14 @@ class GridOptions:
     """Sizes, in bytes, that determine the files of a checkpoint.
 
     A rank begins a new file when one has `file_bytes`. Chunks are divided into inner chunks of about `inner_bytes` at
-    most, so that a restore to another sharding reads little more than it needs. What several ranks hold is divided
-    between them, into parts of at least `smallest_split_bytes`. With `common_apart` that is in files of its own.
+    most, and `least_inner_bytes` at least, so that a restore to another sharding reads little more than it needs. What
+    several ranks hold is divided between them, into parts of at least `smallest_split_bytes`. With `common_apart` that
+    is in files of its own.
     """
 
     file_bytes: int = 64 << 20
     inner_bytes: int = 4 << 20
+    least_inner_bytes: int = 16 << 10
     smallest_split_bytes: int = 64 << 10
     common_apart: bool = False
 
@@ -66,24 +67,27 @@ def _common_size(size: int, boundaries: Iterable[int]) -> int:
     return math.gcd(*(b for b in boundaries if 0 < b < size)) or max(size, 1)
 
 
-def refine(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target_bytes: int, inner_bytes: int) -> Grid:
+def refine(
+    shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target_bytes: int, options: GridOptions
+) -> Grid:
     """Divide the chunks of a grid into some of about `target_bytes`, as even as possible, and these into inner chunks.
 
     Only leading dimensions are divided, so that every inner chunk is contiguous in a C-ordered tensor. Inner chunks
-    have about `inner_bytes`, and less in tensors that are not large (see `_INNER_CHUNKS`).
+    have about `options.inner_bytes`, and less in tensors that are not large (see `_INNER_CHUNKS`).
     """
     bounded = [part < size for part, size in zip(chunk, shape, strict=True)]
     outer = list(_cut(chunk, bounded, itemsize, target_bytes))
     chunk_bytes = math.prod(outer) * itemsize
     of_tensor, of_share = math.prod(shape) // _INNER_CHUNKS, math.prod(chunk) // _INNER_CHUNKS_OF_SHARE
     wanted = min(of_tensor * itemsize, of_share * itemsize, chunk_bytes // _INNER_CHUNKS_OF_CHUNK)
-    inner = _cut(tuple(outer), bounded, itemsize, min(target_bytes, inner_bytes, max(wanted, _MIN_INNER_BYTES)))
+    most = min(target_bytes, options.inner_bytes)
+    inner = _cut(tuple(outer), bounded, itemsize, min(most, max(wanted, options.least_inner_bytes)))
     for dim, is_bounded in enumerate(bounded):
         if not is_bounded:
             outer[dim] = -(-outer[dim] // inner[dim]) * inner[dim]
     too_much = math.prod(outer) * itemsize - target_bytes
     if chunk_bytes <= target_bytes and too_much > 0:  # rounding up to inner chunks made it too large
-        return refine(shape, chunk, itemsize, target_bytes - too_much, inner_bytes)
+        return refine(shape, chunk, itemsize, target_bytes - too_much, options)
     return Grid(tuple(outer), inner if tuple(outer) != inner else None)
 
 

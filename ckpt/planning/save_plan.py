@@ -334,7 +334,7 @@ class _Divider:
 
     def _grid(self, spec: TensorSpec, shape: tuple[int, ...], chunk: tuple[int, ...], shared: bool) -> Grid:
         target = self._shared_bytes if shared else self._options.chunk_bytes
-        return refine(shape, chunk, spec.itemsize, target, self._options.inner_bytes)
+        return refine(shape, chunk, spec.itemsize, target, self._options)
 
 
 def _candidates(box: Box, grid: Grid, boxes: dict[Box, tuple[int, ...]]) -> _Candidates:

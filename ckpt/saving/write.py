@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -271,7 +272,9 @@ class ShareWriter:
             self._progress()
             return written
 
-        with ThreadPoolExecutor(threads, "ckpt-write") as pool:
+        # Those that compress would only take the contents of processors' caches from each other, if they were more.
+        at_once = min(threads, len(os.sched_getaffinity(0))) if plan.to_compress else threads
+        with ThreadPoolExecutor(at_once, "ckpt-write") as pool:
             writing = pool.map(write_one, plan.files)
             if plan.index:
                 shared.write_documents({INDEX: plan.index, **self._for_readers().files})

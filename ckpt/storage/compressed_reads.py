@@ -11,7 +11,7 @@ import numpy as np
 from ckpt.native import CHECKSUM_BYTES, crc32c
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_layout import InnerChunk
-from ckpt.storage.compression import decompressed
+from ckpt.storage.compression import decompress, decompressed
 from ckpt.storage.regular_files import DamagedFileError
 
 __all__ = ["Read", "inner_chunk_places", "read_compressed"]
@@ -41,13 +41,16 @@ def read_compressed(
         last = tuple(min(a + n, b + m) for a, n, b, m in ends)
         if any(low >= high for low, high in zip(first, last, strict=True)):
             continue
-        data = read(start, size)
+        data = memoryview(read(start, size))  # slices of bytes are copies
         if len(data) != size or crc32c(data[:-CHECKSUM_BYTES]) != int.from_bytes(data[-CHECKSUM_BYTES:], "little"):
             raise DamagedFileError(f"has a wrong checksum in the {size} bytes at offset {start} of the chunk")
-        content = decompressed(data[:-CHECKSUM_BYTES], meta.inner_chunk_bytes)
-        whole = content.view(meta.stored.numpy_dtype)
+        frame, part = data[:-CHECKSUM_BYTES], _part(destination, first, last, offset)
+        if part.nbytes == meta.inner_chunk_bytes and part.flags.c_contiguous:  # all of it is wanted: no copy
+            decompress(frame, part.reshape(-1).view(np.uint8))
+            continue
+        whole = decompressed(frame, meta.inner_chunk_bytes).view(meta.stored.numpy_dtype)
         whole = whole.reshape((*(meta.inner_chunk_shape or meta.chunk_shape), *meta.stored.trailing))
-        _part(destination, first, last, offset)[...] = _part(whole, first, last, inner.origin)
+        part[...] = _part(whole, first, last, inner.origin)
 
 
 def inner_chunk_places(

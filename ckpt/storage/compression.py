@@ -19,7 +19,10 @@ from ckpt.arguments import check_choice, whole_number
 from ckpt.errors import FormatVersionError
 from ckpt.storage.regular_files import DamagedFileError
 
-__all__ = ["MAX_FRAME_BYTES", "Compression", "compressed", "decompressed"]
+__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "Compression", "compressed", "decompress", "decompressed"]
+
+FRAME_BYTES = 1 << 20
+"""The bytes of elements in a frame, at least, where there are as many. Small frames are larger together, and slower."""
 
 MAX_FRAME_BYTES = 1 << 29
 """The most bytes of elements in one frame: Blosc takes a third of 2 GiB in a block."""
@@ -112,18 +115,23 @@ def compressed(content: memoryview, itemsize: int, how: Compression) -> bytes:
 
 def decompressed(frame: bytes | memoryview, nbytes: int) -> Array:
     """Return the content of a frame as bytes. DamagedFileError unless it is one frame, and these are `nbytes` bytes."""
+    content: Array = np.empty(nbytes, np.uint8)
+    decompress(frame, content)
+    return content
+
+
+def decompress(frame: bytes | memoryview, content: Array) -> None:
+    """Fill `content`, an array of bytes, with that of a frame. DamagedFileError unless it is one frame of that size."""
     from numcodecs import blosc
 
     head = bytes(frame[:_HEAD_BYTES])
     if len(head) < _HEAD_BYTES or head[0] != _VERSION:
         raise DamagedFileError("cannot be decompressed: it has no frame of Blosc")
-    if int.from_bytes(head[4:8], "little") != nbytes:
-        raise DamagedFileError(f"cannot be decompressed: its frame does not hold {nbytes} bytes")
+    if int.from_bytes(head[4:8], "little") != content.nbytes:
+        raise DamagedFileError(f"cannot be decompressed: its frame does not hold {content.nbytes} bytes")
     if int.from_bytes(head[12:16], "little") != len(frame):
         raise DamagedFileError("cannot be decompressed: its frame does not end where the chunk does")
-    content: Array = np.empty(nbytes, np.uint8)
     try:
         blosc.decompress(frame, content)
     except (RuntimeError, ValueError) as error:
         raise DamagedFileError(f"cannot be decompressed: {error}") from error
-    return content

@@ -186,18 +186,22 @@ def holds(path: str, data: bytes) -> bool:
             return stat.S_ISREG(os.fstat(fd).st_mode) and stream.read(len(data) + 1) == data
 
 
-def write_pages(path: str, pages: memoryview, size: int, *, direct: bool = True, overwrite: bool = False) -> bool:
+def write_pages(
+    path: str, pages: memoryview, size: int, *, direct: bool = True, overwrite: bool = False, at: int = 0
+) -> bool:
     """Write the first `size` bytes of `pages` to a file, a new one unless `overwrite`; durable after `sync_files`.
 
     With `direct` the data goes to the device straight from memory (O_DIRECT): `pages` must be whole pages at a page
     boundary. They are written in full, and the file is truncated to `size`. Returns whether this was possible. Some
     file systems refuse; then the file is written through the page cache and synced at once, because the kernel may drop
     errors together with the pages.
+
+    A call with `at`, the bytes of some whole pages, continues the file that calls before it have written up to there.
     """
     with storage_errors("write", path):
-        if direct and _write_direct(path, pages, size, _OVERWRITE if overwrite else _NEW):
+        if direct and _write_direct(path, pages, size, _OVERWRITE if overwrite or at else _NEW, at):
             return True
-        flags = os.O_CREAT | os.O_TRUNC if direct or overwrite else _NEW
+        flags = os.O_APPEND if at else os.O_CREAT | os.O_TRUNC if direct or overwrite else _NEW
         _write(os.open(path, _WRITE | flags, 0o666), pages[:size], sync=True)
         return False
 
@@ -268,7 +272,7 @@ def _write(fd: int, data: bytes | memoryview, *, sync: bool = False) -> None:
         os.close(fd)
 
 
-def _write_direct(path: str, pages: memoryview, size: int, flags: int) -> bool:
+def _write_direct(path: str, pages: memoryview, size: int, flags: int, at: int) -> bool:
     """Write a file with O_DIRECT; False if the file system refuses, and then the file may have any content."""
     if len(pages) % _ALIGNMENT or not 0 <= size <= len(pages):
         raise ValueError(f"a buffer of {len(pages)} bytes for a file of {size} is not whole pages")
@@ -282,15 +286,15 @@ def _write_direct(path: str, pages: memoryview, size: int, flags: int) -> bool:
         offset = 0
         while offset < len(pages):
             try:
-                written = os.pwrite(fd, pages[offset : offset + _MAXWRITE_BYTES], offset)
+                written = os.pwrite(fd, pages[offset : offset + _MAXWRITE_BYTES], at + offset)
             except OSError as error:
-                if offset == 0 and error.errno == errno.EINVAL:
+                if at + offset == 0 and error.errno == errno.EINVAL:
                     return False
                 raise
             if written < _ALIGNMENT:
                 raise OSError(errno.ENOSPC, "short write")
             offset += written // _ALIGNMENT * _ALIGNMENT  # after a short write, continue at a page boundary
-        os.ftruncate(fd, size)
+        os.ftruncate(fd, at + size)
         return True
     finally:
         os.close(fd)

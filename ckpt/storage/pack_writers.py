@@ -2,7 +2,7 @@
 
 A file is staged as it is to be on disk, but for checksums that are not known yet. They are filled in where the file
 lies in memory, and it is written with O_DIRECT: no copy, no page cache. Of compressed chunks each inner chunk is
-compressed from there, and they are written one behind the other.
+compressed from there, and they are written one behind the other, a few MiB at a time.
 
 Runs in a writer process. `write` may be called from several threads at once (4 to 8 keep a local disk busy). Nothing is
 durable before `finish`. After an error the save cannot be completed; its files are left for clean-up.
@@ -10,6 +10,7 @@ durable before `finish`. After an error the save cannot be completed; its files 
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import numpy as np
 from ckpt.errors import StorageError
 from ckpt.native import CHECKSUM_BYTES, RUN, copy_runs, crc32c
 from ckpt.storage.array_metadata import ArrayMeta
-from ckpt.storage.chunk_layout import PAGE_BYTES, checksum_to_bytes
+from ckpt.storage.chunk_layout import checksum_to_bytes, in_pages
 from ckpt.storage.compression import compressed
 from ckpt.storage.directories import make_directories
 from ckpt.storage.files import exists, holds, remove, sync_files, write_new, write_pages
@@ -32,6 +33,7 @@ from ckpt.storage.pack_index import ALIGNMENT
 __all__ = ["ChunkToCompress", "FileJob", "PackWriter", "WrittenFile"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_BUFFER_BYTES = 4 << 20  # so much is compressed before it is written
 _LEFT_OUT = np.uint64(2**64 - 1)  # of an inner chunk that lies outside of the array
 
 
@@ -172,31 +174,76 @@ class PackWriter:
         return path, self._reuse and exists(path)
 
     def _write_compressed(self, job: FileJob) -> WrittenFile:
-        pieces: list[bytes] = []
-        chunks: list[tuple[int, int, int, int]] = []
-        checksums = b""
-        end = 0
-        for chunk in job.to_compress:
-            encoded, of_chunk = _encoded(chunk, job.memory[chunk.offset :])
-            nbytes = sum(map(len, encoded))
-            checksums += of_chunk
-            chunks.append((chunk.array, chunk.copy, end, nbytes))
-            padding = -nbytes % ALIGNMENT
-            pieces += [*encoded, bytes(padding)]
-            end += nbytes + padding
-        nbytes = end - padding
-        self._store(job.number, _pages(pieces, nbytes), nbytes)
-        return WrittenFile(job.number, nbytes, crc32c(checksums), tuple(chunks))
+        written: list[WrittenFile] = []
+
+        def write(path: str, overwrite: bool) -> bool:
+            def store(pages: memoryview, nbytes: int, at: int) -> None:
+                self._direct = write_pages(path, pages, nbytes, direct=self._direct, overwrite=overwrite, at=at)
+
+            written.append(_write_chunks(job, _Pages(store)))
+            return True
+
+        self._write_file(pack_file(self._rank, job.number), write)
+        return written[-1]
 
 
-def _encoded(chunk: ChunkToCompress, memory: memoryview) -> tuple[list[bytes], bytes]:
-    """Return the bytes of a compressed chunk, in pieces, and the checksums of its inner chunks, in their order.
+class _Pages:
+    """Bytes on their way into a file, in a few whole pages of memory: ``store(pages, nbytes, at)`` writes them.
+
+    A file may have 64 MiB, and each thread writes one: so much memory would be mapped anew for each of them.
+    """
+
+    def __init__(self, store: Callable[[memoryview, int, int], None]) -> None:
+        self._store = store
+        self._pages = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
+        self._filled = 0
+        self._at = 0
+
+    @property
+    def end(self) -> int:
+        """How many bytes the file has so far."""
+        return self._at + self._filled
+
+    def append(self, data: bytes) -> None:
+        """Put bytes at the end of the file."""
+        left = memoryview(data)
+        while left:
+            if self._filled == _BUFFER_BYTES:
+                self.flush()
+            part = left[: _BUFFER_BYTES - self._filled]
+            self._pages[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            left = left[len(part) :]
+
+    def flush(self) -> None:
+        """Write what is in the pages; only at the end of the file they need not be full."""
+        whole = in_pages(self._filled)
+        self._pages[self._filled : whole] = bytes(whole - self._filled)
+        self._store(self._pages[:whole], self._filled, self._at)
+        self._at += self._filled
+        self._filled = 0
+
+
+def _write_chunks(job: FileJob, pages: _Pages) -> WrittenFile:
+    """Write the chunks of a file one behind the other."""
+    chunks: list[tuple[int, int, int, int]] = []
+    checksums: list[bytes] = []
+    for chunk in job.to_compress:
+        pages.append(bytes(-pages.end % ALIGNMENT))
+        start = pages.end
+        checksums += _write_chunk(chunk, job.memory[chunk.offset :], pages)
+        chunks.append((chunk.array, chunk.copy, start, pages.end - start))
+    pages.flush()
+    return WrittenFile(job.number, pages.end, crc32c(b"".join(checksums)), tuple(chunks))
+
+
+def _write_chunk(chunk: ChunkToCompress, memory: memoryview, pages: _Pages) -> list[bytes]:
+    """Write a compressed chunk; return the checksums of its inner chunks, in their order.
 
     Its elements are in `memory` as its layout puts them before compression.
     """
     meta, layout = chunk.meta, chunk.meta.layout(chunk.index)
     assert meta.compression is not None
-    pieces: list[bytes] = []
     checksums: list[bytes] = []
     index: Array = np.full((layout.index_entries, 2), _LEFT_OUT, "<u8")
     end = 0
@@ -204,24 +251,12 @@ def _encoded(chunk: ChunkToCompress, memory: memoryview) -> tuple[list[bytes], b
         content = memory[inner.offset : inner.offset + layout.inner_chunk_bytes]
         frame = compressed(content, meta.stored.itemsize, meta.compression)
         checksums.append(checksum_to_bytes(crc32c(frame)))
-        pieces += [frame, checksums[-1]]
+        pages.append(frame)
+        pages.append(checksums[-1])
         if meta.sharded:
             index[inner.position] = end, len(frame) + CHECKSUM_BYTES
         end += len(frame) + CHECKSUM_BYTES
     if meta.sharded:
         table = index.tobytes()
-        pieces += [table, checksum_to_bytes(crc32c(table))]
-    return pieces, b"".join(checksums)
-
-
-def _pages(pieces: list[bytes], nbytes: int) -> memoryview:
-    """Return pieces joined in whole pages of memory, at a page boundary."""
-    size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    memory: Array = np.zeros(size + PAGE_BYTES, np.uint8)
-    first = -memory.ctypes.data % PAGE_BYTES
-    pages = memory[first : first + size].data
-    at = 0
-    for piece in pieces:
-        pages[at : at + len(piece)] = piece
-        at += len(piece)
-    return pages
+        pages.append(table + checksum_to_bytes(crc32c(table)))
+    return checksums

@@ -39,6 +39,10 @@ KINDS = {
         "one save in detail: stall, time to durable, what it costs training, memory",
         "tools.bench.save",
     ),
+    "compression": Kind(
+        "saves with and without compression: size, processor time, stall, restore; of a model that was trained",
+        "tools.bench.compression",
+    ),
     "snapshot": Kind(
         "snapshots: stall, what one before each step costs, and a restart from one; one rank and two",
         "tools.bench.snapshot",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.planning.boxes import Box, Placement, Sharding, local_boxes
-from ckpt.planning.chunk_grid import common_grid, refine
+from ckpt.planning.chunk_grid import GridOptions, common_grid, refine
 
 _MB = 1 << 20
 
@@ -40,7 +40,7 @@ def test_every_boundary_lies_on_the_grid(shape: tuple[int, ...], mesh: tuple[int
         return
     assert all(part >= 1 for part in chunk)
     target = data.draw(st.integers(1, 5000))
-    grid = refine(shape, chunk, 4, target, data.draw(st.integers(1, 5000)))
+    grid = refine(shape, chunk, 4, target, GridOptions(inner_bytes=data.draw(st.integers(1, 5000))))
     for box in boxes:
         assert _on_grid(box, chunk, shape)
         assert _on_grid(box, grid.chunk_shape, shape)
@@ -81,7 +81,7 @@ def test_files_and_inner_chunks_have_about_the_wanted_size(shape: tuple[int, ...
     boxes = _boxes(shape, (ranks,), [Placement(0 if sharded else None)])
     chunk = common_grid(shape, boxes, 2)
     assert chunk is not None
-    grid = refine(shape, chunk, 2, 64 * _MB, 4 * _MB)
+    grid = refine(shape, chunk, 2, 64 * _MB, GridOptions())
     inner = grid.inner_chunk_shape or grid.chunk_shape
     largest_box = max(box.elements for box in boxes) * 2
     wanted_inner = min(4 * _MB, max(math.prod(shape) * 2 // 96, 96 << 10))
@@ -96,7 +96,7 @@ def test_files_and_inner_chunks_have_about_the_wanted_size(shape: tuple[int, ...
     st.lists(st.integers(1, 200), min_size=1, max_size=3).map(tuple), st.integers(1, 100_000), st.integers(1, 100_000)
 )
 def test_only_leading_dimensions_are_cut(shape: tuple[int, ...], target: int, inner: int) -> None:
-    grid = refine(shape, shape, 4, target, inner)
+    grid = refine(shape, shape, 4, target, GridOptions(inner_bytes=inner))
     for part in (grid.chunk_shape, grid.inner_chunk_shape or grid.chunk_shape):
         for (size, own), (next_size, next_own) in pairwise(zip(shape, part, strict=True)):
             if own > 1:
@@ -108,5 +108,5 @@ def test_only_leading_dimensions_are_cut(shape: tuple[int, ...], target: int, in
 def test_a_shard_of_prime_size_is_not_cut_into_single_rows(prime: int) -> None:
     chunk = common_grid((2 * prime, 64), _boxes((2 * prime, 64), (2,), [Placement(0)]), 4)
     assert chunk == (prime, 64)
-    grid = refine((2 * prime, 64), chunk, 4, 1 << 20, 64 << 10)
+    grid = refine((2 * prime, 64), chunk, 4, 1 << 20, GridOptions(inner_bytes=64 << 10))
     assert math.prod(grid.chunk_shape) * 4 >= 64 << 10

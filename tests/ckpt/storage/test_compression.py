@@ -45,6 +45,16 @@ def test_floats_become_smaller_by_the_shuffle() -> None:
     assert sizes["none"] > 0.9 * len(data)
 
 
+def test_frames_of_a_step_are_large_enough_for_the_shuffle(tmp_path: Path) -> None:
+    state = {
+        f"{number}": torch.randn(1024, 1024, generator=torch.Generator().manual_seed(number)) for number in range(3)
+    }
+    with ckpt.Checkpointer(tmp_path, staging=ckpt.Staging(compression="zstd")) as checkpointer:
+        save_here(checkpointer, state, 1)
+    nbytes = sum(file.stat().st_size for file in tmp_path.glob("step_*/packs/*/*"))
+    assert nbytes < 0.86 * sum(tensor.nbytes for tensor in state.values())
+
+
 _DATA = bytes(2048) + _NOISE[:2048]
 _FRAME = compressed(memoryview(_DATA), 4, Compression())
 _WRONG = {

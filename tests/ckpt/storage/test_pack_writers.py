@@ -1,5 +1,6 @@
 """Files of a pack: they hold encoded chunks that standard readers decode, whoever computed the checksums."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from ckpt.storage.pack_writers import PackWriter, WrittenFile
 from tests.ckpt.storage.chunks import CASES, Case, bits, elements, job
 from tests.ckpt.storage.conftest import Mount
 from tests.support import LeakCheck
+from tests.support.seeds import random_bytes
 
 FULL = [case for case in CASES if 0 not in case.meta.shape]
 
@@ -93,6 +95,38 @@ def test_compressed_chunks(tmp_path: Path, inner: tuple[int, ...] | None) -> Non
     if inner is None:
         checksums = b"".join(data[-4:] for data in chunks.values())
         assert written.crc32c == google_crc32c.value(checksums)
+
+
+@pytest.mark.parametrize("file_system", [None, "ramfs"], ids=["direct", "buffered"])
+def test_compressed_files_are_written_in_blocks(tmp_path: Path, file_system: str | None, mount: Mount) -> None:
+    """Also when a block fails: then all of them are written again."""
+    meta = ArrayMeta((11 << 20,), "uint8", (6 << 20,), (2 << 20,), Compression("lz4"))
+    array = np.frombuffer(random_bytes(11 << 20), np.uint8)
+    root = tmp_path if file_system is None else mount(file_system)
+    file, chunks = job(meta, array, number=3)
+    writer = PackWriter(str(root), 700)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def allow(error: StorageError) -> bool:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        failed.append(error)
+        return True
+
+    failed: list[StorageError] = []
+    writer.tries_again = allow
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9 << 20, limit[1]))
+    try:
+        written = writer.write(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    writer.finish()
+    assert len(failed) == 1
+    content = (root / pack_file(700, 3)).read_bytes()
+    assert written.nbytes == len(content) > 11 << 20
+    places = [(at, nbytes) for _, _, at, nbytes in written.chunks]
+    keys = [meta.chunk_key(index) for index, _, _ in chunks]
+    encoded = {key: content[at : at + nbytes] for key, (at, nbytes) in zip(keys, places, strict=True)}
+    assert bits(read_with_tensorstore(meta, encoded)) == bits(array)
 
 
 def test_does_not_bring_an_abandoned_save_back(tmp_path: Path) -> None:
