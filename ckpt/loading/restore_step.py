@@ -44,8 +44,9 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
 from ckpt.ranks.group import Alone, CollectivePhase, Group
-from ckpt.storage.dtypes import torch_dtype_name
+from ckpt.storage.chunk_reader import WholeRead
 from ckpt.storage.memory_step import MemoryStep
+from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.step_source import StepSource
 
 __all__ = ["FilledTensors", "MemorySource", "RestoreReport", "restore_step"]
@@ -385,23 +386,31 @@ class _Attempt:
     def _fetch(self, reads: list[Read], filled: frozenset[Path], *, is_trial: bool = False) -> int:
         """Read from storage what is not filled, and return the number of bytes; in a trial, into new tensors."""
         fetch = self._require(reads, filled)
+        whole: list[WholeRead] = []
         direct: list[BoxRead] = []
         bounced: list[BouncedRead] = []
+        nbytes = 0
         for path, tensor, leaf in reads:
             if path in filled:
                 continue
+            local, array = leaf.local, tensor.boxes[0]
+            plain = local.is_cpu and leaf.spec.dtype == tensor.dtype and not local.is_conj() and not local.is_neg()
+            if plain and _is_whole(array, leaf) and local.is_contiguous():
+                whole.append(WholeRead(path, array, local.data_ptr()))
+                nbytes += local.nbytes
+                continue
             name = display(path)
             for box, at in leaf.boxes:
-                target = leaf.local[Box(at, box.shape).slices((0,) * len(at))]
-                as_stored = torch_dtype_name(target.dtype) == tensor.dtype
-                if as_stored and target.is_cpu and not target.is_conj() and not target.is_neg():
+                target = local if box.shape == local.shape else local[Box(at, box.shape).slices((0,) * len(at))]
+                if plain:
                     direct.append(BoxRead(name, tensor, box, as_numpy(target)))
+                    nbytes += target.nbytes
                 else:
                     bounced.append(BouncedRead(name, tensor, box, target))
-        nbytes = sum(read.destination.nbytes for read in direct) + sum(read.nbytes for read in bounced)
+                    nbytes += bounced[-1].nbytes
         self._reading = self._reading or not is_trial
         with self._progress(nbytes, fetch):
-            fetch.read(direct)
+            fetch.read(direct, whole)
             read_bounced(fetch, bounced)
         return fetch.bytes_read
 
@@ -435,6 +444,16 @@ class _Attempt:
     def finish(self) -> None:
         """Have stateful objects load."""
         self._update.finish()
+
+
+def _is_whole(array: StoredArray, leaf: TensorLeaf) -> bool:
+    """Return whether a leaf is all of an array that is one block. It is of the same tensor."""
+    meta, boxes = array.meta, leaf.boxes
+    if leaf.local.nbytes != meta.inner_chunk_bytes:  # an object may have resized it when it was tried
+        return False
+    if not meta.is_one_block or array.region is None or len(boxes) != 1 or leaf.spec.sharding is not None:
+        return False
+    return array.tensor_shape == meta.shape == boxes[0][0].shape == leaf.spec.shape
 
 
 def _names(paths: Iterable[Path]) -> tuple[str, ...]:
