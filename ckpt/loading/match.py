@@ -26,6 +26,7 @@ __all__ = [
     "Mismatch",
     "Read",
     "is_below",
+    "is_one_block",
     "known_names",
     "lacking",
     "match_state",
@@ -180,6 +181,17 @@ class _Present:
 def is_below(path: Path, prefixes: Collection[Path]) -> bool:
     """Return whether `path` is one of the `prefixes`, or below one."""
     return bool(prefixes) and any(path[:length] in prefixes for length in range(len(path) + 1))
+
+
+def is_one_block(tensor: StoredTensor, leaf: TensorLeaf) -> bool:
+    """Return whether the leaf of a tensor is all of it, and it is stored as one block."""
+    array, boxes = tensor.boxes[0], leaf.boxes
+    meta = array.meta
+    if leaf.local.nbytes != meta.inner_chunk_bytes:  # an object may have resized it when it was tried
+        return False
+    if not meta.is_one_block or array.region is None or len(boxes) != 1 or leaf.spec.sharding is not None:
+        return False
+    return array.tensor_shape == meta.shape == boxes[0][0].shape == leaf.spec.shape
 
 
 def lacking(match: Match, unexpected: Iterable[Path], options: RestoreOptions) -> list[str]:

@@ -28,7 +28,7 @@ from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.handover import Handovers
 from ckpt.loading.index import CheckpointIndex
-from ckpt.loading.match import Match, Read, is_below, known_names, match_state, unknown_on_all_ranks
+from ckpt.loading.match import Match, Read, is_below, is_one_block, known_names, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, renamed
 from ckpt.loading.overlaps import check_overlaps
@@ -46,7 +46,6 @@ from ckpt.progress import polled
 from ckpt.ranks.group import Alone, CollectivePhase, Group
 from ckpt.storage.chunk_reader import WholeRead
 from ckpt.storage.memory_step import MemoryStep
-from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.step_source import StepSource
 
 __all__ = ["FilledTensors", "MemorySource", "RestoreReport", "restore_step"]
@@ -393,10 +392,10 @@ class _Attempt:
         for path, tensor, leaf in reads:
             if path in filled:
                 continue
-            local, array = leaf.local, tensor.boxes[0]
+            local = leaf.local
             plain = local.is_cpu and leaf.spec.dtype == tensor.dtype and not local.is_conj() and not local.is_neg()
-            if plain and _is_whole(array, leaf) and local.is_contiguous():
-                whole.append(WholeRead(path, array, local.data_ptr()))
+            if plain and is_one_block(tensor, leaf) and local.is_contiguous():
+                whole.append(WholeRead(path, tensor.boxes[0], local.data_ptr()))
                 nbytes += local.nbytes
                 continue
             name = display(path)
@@ -444,16 +443,6 @@ class _Attempt:
     def finish(self) -> None:
         """Have stateful objects load."""
         self._update.finish()
-
-
-def _is_whole(array: StoredArray, leaf: TensorLeaf) -> bool:
-    """Return whether a leaf is all of an array that is one block. It is of the same tensor."""
-    meta, boxes = array.meta, leaf.boxes
-    if leaf.local.nbytes != meta.inner_chunk_bytes:  # an object may have resized it when it was tried
-        return False
-    if not meta.is_one_block or array.region is None or len(boxes) != 1 or leaf.spec.sharding is not None:
-        return False
-    return array.tensor_shape == meta.shape == boxes[0][0].shape == leaf.spec.shape
 
 
 def _names(paths: Iterable[Path]) -> tuple[str, ...]:

@@ -179,9 +179,7 @@ class ChunkReader:
         job, error = failed.job, failed.error
         wanted: list[tuple[str, StoredArray, _Index, _Index]]
         wanted = [(one.name, one.array, one.offset, one.destination.shape[: len(one.offset)]) for one in reads]
-        for each in whole:
-            shape = each.array.meta.shape
-            wanted.append((display(each.path), each.array, (0,) * len(shape), shape))
+        wanted += [(display(path), each, (0,) * len(each.meta.shape), each.meta.shape) for path, each, _ in whole]
         for name, array, offset, shape in wanted:
             for index in _chunks(array.meta, offset, shape):
                 place = _place(self._step, self._packs, name, array, index)
