@@ -432,5 +432,6 @@ def test_a_damaged_whole_array_is_named(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[place.offset + 17] ^= 4
     path.write_bytes(data)
-    with pytest.raises(CheckpointCorruptError, match=rf"tensor model/w3, chunk \(0,\): .*{place.file} has a wrong checksum"):
+    message = rf"tensor model/w3, chunk \(0,\): .*{place.file} has a wrong checksum"
+    with pytest.raises(CheckpointCorruptError, match=message):
         ChunkReader(str(pack.root), pack.index, threads=2, timeout_s=20).read([], _whole_reads(pack, targets))
