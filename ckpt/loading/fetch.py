@@ -12,7 +12,7 @@ import numpy as np
 from ckpt.errors import CheckpointCorruptError
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.planning.boxes import Box
-from ckpt.storage.chunk_reader import ArrayRead, ChunkReader
+from ckpt.storage.chunk_reader import ArrayRead, ChunkReader, WholeRead
 from ckpt.storage.dtypes import stored
 
 __all__ = ["Fetch", "BoxRead"]
@@ -76,7 +76,7 @@ class Fetch:
                     found.update(self._reader.files(name, part, inside, overlap.shape))
         return found
 
-    def read(self, wanted: Sequence[BoxRead]) -> None:
+    def read(self, wanted: Sequence[BoxRead], whole: Sequence[WholeRead] = ()) -> None:
         """Fill every destination. No read is pending when this returns or raises.
 
         Raises CheckpointCorruptError, naming tensor, chunk and file; the destinations are undefined then.
@@ -88,8 +88,9 @@ class Fetch:
                 reads.append(ArrayRead(want.name, boxes[0], want.box.offset, want.destination))
             else:
                 reads += self._parts(want)
-        self._reader.read(reads)
+        self._reader.read(reads, whole)
         self.bytes_read += sum(want.destination.nbytes for want in wanted)
+        self.bytes_read += sum(read.array.meta.inner_chunk_bytes for read in whole)
 
     def _parts(self, want: BoxRead) -> Iterator[ArrayRead]:
         """Yield the reads of the arrays that a tensor is stored as."""

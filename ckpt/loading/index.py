@@ -50,6 +50,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     boxes: list[StoredArray] = field(default_factory=list)
 
+    def has_form(self, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Return whether it is of a dtype and shape."""
+        return self.dtype == dtype and self.shape == shape
+
 
 @dataclass
 class CheckpointIndex:

@@ -26,6 +26,7 @@ __all__ = [
     "Mismatch",
     "Read",
     "is_below",
+    "is_one_block",
     "known_names",
     "lacking",
     "match_state",
@@ -101,14 +102,19 @@ def match_state(
     present = _Present(index, rank)
 
     def skipped(path: Path) -> bool:
-        return is_below(path, ignored) or not options.selects(path)
+        return (bool(ignored) and is_below(path, ignored)) or (options.only is not None and not options.selects(path))
 
     other_names: dict[Path, list[Path]] = {}
     for path, target in flat.aliases.items():
         if not skipped(path):
             other_names.setdefault(target, []).append(path)
     for path, leaf in flat.tensors.items():
-        if not skipped(path):
+        if skipped(path):
+            continue
+        stored, spec = None if path in index.aliases else index.tensors.get(path), leaf.spec
+        if stored is not None and leaf.writeable and not spec.per_rank and stored.has_form(spec.dtype, spec.shape):
+            match.reads.append((path, stored, leaf))  # most of them
+        else:
             _match_tensor(match, index, present, path, leaf, rank, options, other_names.get(path, ()))
     for path, value in flat.values.items():
         if not skipped(path):
@@ -127,12 +133,12 @@ def match_state(
             match.mismatches.append(Mismatch(path, f"missing: {display(path)}"))
     for path, (container, of_rank) in flat.containers.items():
         if container.kind == "tensor" and not skipped(path):
-            stored = index.per_rank_containers.get(path, {}).get(rank) if of_rank else index.containers.get(path)
-            _match_subclass(match, index, path, container, stored)
+            inside = index.per_rank_containers.get(path, {}).get(rank) if of_rank else index.containers.get(path)
+            _match_subclass(match, index, path, container, inside)
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
     names = index.names()
     match.names = tuple(names)
-    match.known = bytes(all(path in known or skipped(path) for path in here) for here in names.values())
+    match.known = bytes([all(path in known or skipped(path) for path in here) for here in names.values()])
     match.mismatches += [
         Mismatch(path, f"unexpected: {display(path)} (of this rank)")
         for path in _names_of_rank(index, rank)
@@ -175,6 +181,17 @@ class _Present:
 def is_below(path: Path, prefixes: Collection[Path]) -> bool:
     """Return whether `path` is one of the `prefixes`, or below one."""
     return bool(prefixes) and any(path[:length] in prefixes for length in range(len(path) + 1))
+
+
+def is_one_block(tensor: StoredTensor, leaf: TensorLeaf) -> bool:
+    """Return whether the leaf of a tensor is all of it, and it is stored as one block."""
+    array, boxes = tensor.boxes[0], leaf.boxes
+    meta = array.meta
+    if leaf.local.nbytes != meta.inner_chunk_bytes:  # an object may have resized it when it was tried
+        return False
+    if not meta.is_one_block or array.region is None or len(boxes) != 1 or leaf.spec.sharding is not None:
+        return False
+    return array.tensor_shape == meta.shape == boxes[0][0].shape == leaf.spec.shape
 
 
 def lacking(match: Match, unexpected: Iterable[Path], options: RestoreOptions) -> list[str]:

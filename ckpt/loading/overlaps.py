@@ -21,9 +21,10 @@ def check_overlaps(reads: Iterable[Read], step: int) -> None:
 
     Tensors that are the same memory in the same form are one tensor with two names; they are not among the reads twice.
     """
-    plain = [(path, leaf.local) for path, _, leaf in reads if _is_plain(leaf.local)]
+    plain = [(path, leaf.local) for path, _, leaf in reads if leaf.local.nbytes]
     begins = np.array([tensor.data_ptr() for _, tensor in plain], np.uint64)
-    ends = begins + np.array([_extent(tensor) for _, tensor in plain], np.uint64)
+    extents = [tensor.nbytes if tensor.is_contiguous() else _extent(tensor) for _, tensor in plain]
+    ends = begins + np.array(extents, np.uint64)
     order = np.lexsort((ends, begins))
     if not (begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
         return
@@ -43,14 +44,8 @@ def check_overlaps(reads: Iterable[Read], step: int) -> None:
         before.append((device, end, path, tensor))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
-
-
 def _extent(tensor: torch.Tensor) -> int:
     """Return how many bytes there are from the first byte of a tensor to the end of its last."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 

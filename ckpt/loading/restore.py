@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from ckpt.collection import without_collection
 from ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -177,7 +178,9 @@ def _restore(
         mirror = tiers.mirror if candidate.in_mirror else None
         root, packs = (tiers.root, tiers.packs) if mirror is None else (mirror, None)
         try:
-            with _held(candidate, StepHold(root, candidate.step, ranks, read_only, packs), ranks, tiers.memory) as hold:
+            step_hold = StepHold(root, candidate.step, ranks, read_only, packs)
+            # The index is gone before the next collection, which would walk through all of it.
+            with _held(candidate, step_hold, ranks, tiers.memory) as hold, without_collection():
                 report = restore_step(hold, state, candidate.step, options, ranks, memory)
         except _RemovedError as gone:
             removed += 1

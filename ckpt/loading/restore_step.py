@@ -28,7 +28,7 @@ from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.handover import Handovers
 from ckpt.loading.index import CheckpointIndex
-from ckpt.loading.match import Match, Read, is_below, known_names, match_state, unknown_on_all_ranks
+from ckpt.loading.match import Match, Read, is_below, is_one_block, known_names, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, renamed
 from ckpt.loading.overlaps import check_overlaps
@@ -44,7 +44,7 @@ from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
 from ckpt.ranks.group import Alone, CollectivePhase, Group
-from ckpt.storage.dtypes import torch_dtype_name
+from ckpt.storage.chunk_reader import WholeRead
 from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.step_source import StepSource
 
@@ -387,23 +387,31 @@ class _Attempt:
     def _fetch(self, reads: list[Read], filled: frozenset[Path], *, is_trial: bool = False) -> int:
         """Read from storage what is not filled, and return the number of bytes; in a trial, into new tensors."""
         fetch = self._require(reads, filled)
+        whole: list[WholeRead] = []
         direct: list[BoxRead] = []
         bounced: list[BouncedRead] = []
+        nbytes = 0
         for path, tensor, leaf in reads:
             if path in filled:
                 continue
+            local = leaf.local
+            plain = local.is_cpu and leaf.spec.dtype == tensor.dtype and not local.is_conj() and not local.is_neg()
+            if plain and is_one_block(tensor, leaf) and local.is_contiguous():
+                whole.append(WholeRead(path, tensor.boxes[0], local.data_ptr()))
+                nbytes += local.nbytes
+                continue
             name = display(path)
             for box, at in leaf.boxes:
-                target = leaf.local[Box(at, box.shape).slices((0,) * len(at))]
-                as_stored = torch_dtype_name(target.dtype) == tensor.dtype
-                if as_stored and target.is_cpu and not target.is_conj() and not target.is_neg():
+                target = local if box.shape == local.shape else local[Box(at, box.shape).slices((0,) * len(at))]
+                if plain:
                     direct.append(BoxRead(name, tensor, box, as_numpy(target)))
+                    nbytes += target.nbytes
                 else:
                     bounced.append(BouncedRead(name, tensor, box, target))
-        nbytes = sum(read.destination.nbytes for read in direct) + sum(read.nbytes for read in bounced)
+                    nbytes += bounced[-1].nbytes
         self._reading = self._reading or not is_trial
         with self._progress(nbytes, fetch):
-            fetch.read(direct)
+            fetch.read(direct, whole)
             read_bounced(fetch, bounced)
         return fetch.bytes_read
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
@@ -39,15 +39,21 @@ class StoredTree:
             tensors = _of_rank(index.per_rank_tensors, rank)
             self._values = _of_rank(index.per_rank_values, rank)
             self._containers = _of_rank(index.per_rank_containers, rank)
+        self._tensors = tensors
         aliases = (path for path in index.aliases if index.tensor(path, rank) is not None)
         self._children: dict[Path, dict[Any, None]] = {}
         for path in chain(tensors, aliases, self._values):
             while path:
-                parent = self._children.setdefault(path[:-1], {})
-                if path[-1] in parent:
+                above = path[:-1]
+                parent = self._children.get(above)
+                if parent is None:
+                    parent = self._children[above] = {}
+                elif path[-1] in parent:
                     break
                 parent[path[-1]] = None
-                path = path[:-1]
+                if len(parent) > 1:
+                    break  # what is above is there
+                path = above
 
     def keys(self, path: Path) -> dict[Any, None]:
         """Return the keys of the items below a path; none for a leaf."""
@@ -56,6 +62,11 @@ class StoredTree:
     def tensor(self, path: Path) -> StoredTensor | None:
         """Return the plain tensor at a path."""
         return self._index.tensor(path, self._rank)
+
+    def has_tensors(self, path: Path, keys: Iterable[Any]) -> bool:
+        """Return whether there is a plain tensor at each of these keys below a path. False if one is an alias."""
+        tensors = self._tensors
+        return all((*path, key) in tensors for key in keys)
 
     def is_value(self, path: Path) -> bool:
         """Return whether one value is at a path."""

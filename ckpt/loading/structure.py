@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,6 +136,8 @@ class Structure:
 
     def _mapping(self, path: Path, node: dict[Any, Any], tree: StoredTree, is_top: bool) -> Any:
         keys = tree.keys(path)
+        if node.keys() == keys.keys() and _are_tensors(node.values()) and tree.has_tensors(path, keys):
+            return None  # most dicts of many items: each is matched by its name
         is_free = not is_top and (not node or (type(node) is dict and not _is_by_name(node, keys)))
         items: dict[Any, Any] = {}
         for key, item in node.items():
@@ -268,6 +270,10 @@ def _is_parameter(item: Any) -> bool:
     if type(item) is torch.Tensor:
         return item.requires_grad
     return isinstance(item, torch.nn.Parameter) or (isinstance(item, torch.Tensor) and item.requires_grad)
+
+
+def _are_tensors(items: Collection[Any]) -> bool:
+    return all(isinstance(item, torch.Tensor) for item in items)
 
 
 def _is_by_name(node: Mapping[Any, Any], keys: Mapping[Any, Any]) -> bool:

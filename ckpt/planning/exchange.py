@@ -103,8 +103,7 @@ def _unpacked(data: bytes) -> Any:
     return json.loads(zlib.decompress(data))
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+_json = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` would make an encoder for each of many entries
 
 
 # -- a description as entries ------------------------------------------------------------------------------------------

@@ -75,6 +75,16 @@ class ArrayMeta:
         """The number of chunks along each dimension."""
         return tuple([-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True)])
 
+    @functools.cached_property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return math.prod(self.grid_shape)
+
+    @functools.cached_property
+    def is_one_block(self) -> bool:
+        """Whether the array is a single chunk without inner chunks or compression, so contiguous in the file."""
+        return self.chunk_shape == self.shape and self.inner_chunk_shape is None and self.compression is None
+
     def chunk_indices(self) -> Iterable[tuple[int, ...]]:
         """Return the index of each chunk, in C order. An array without elements has none."""
         return indices(tuple(map(range, self.grid_shape)))
@@ -98,7 +108,7 @@ class ArrayMeta:
         inner = zip(self.chunk_shape, self.inner_chunk_shape, strict=True)
         return math.prod(size // part for size, part in inner) * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
 
-    @property
+    @functools.cached_property
     def inner_chunk_bytes(self) -> int:
         """The size of the elements of an inner chunk, padding included."""
         return math.prod(self.inner_chunk_shape or self.chunk_shape) * self.stored.itemsize

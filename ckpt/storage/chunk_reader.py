@@ -15,29 +15,31 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointTimeoutError, StorageError
 from ckpt.native import CHECKSUM_BYTES, SEGMENT
+from ckpt.paths import Path, display
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import corrupt, verify_chunk
 from ckpt.storage.chunk_layout import indices
 from ckpt.storage.compressed_reads import read_compressed
-from ckpt.storage.direct_reads import Record, address_of, records_of_box, records_of_whole
+from ckpt.storage.direct_reads import Records, address_of, records_of_box
 from ckpt.storage.files import storage_errors
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ChunkPlace, PackIndex, StoredArray
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import OpenFile, StepSource, step_source
 
-__all__ = ["ArrayRead", "ChunkReader"]
+__all__ = ["ArrayRead", "ChunkReader", "WholeRead"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _Index = tuple[int, ...]
 
 _NEAR_BYTES = 4096
+_NO_RECORDS: Records = np.zeros((0, 1 + len(SEGMENT.names or ())), np.int64)
 _RUNS_OF_THREAD = 4  # so that all threads end at about the same time
 
 
@@ -71,6 +73,17 @@ class ArrayRead:
             raise ValueError(f"{self.name}: box {self.offset} + {shape} is not inside {meta.shape}")
 
 
+class WholeRead(NamedTuple):
+    """A request to read all of an array that `is_one_block` to the contiguous memory at `address`.
+
+    Most tensors of a model are such, and small. `path` is that of the tensor, for errors. The caller keeps the memory.
+    """
+
+    path: Path
+    array: StoredArray
+    address: int
+
+
 class ChunkReader:
     """Reads arrays of a published step, the source or directory `step`, with `threads` threads."""
 
@@ -86,7 +99,7 @@ class ChunkReader:
         self.bytes_done = 0
         """Bytes of files whose reads have ended so far; any thread may look."""
 
-    def read(self, reads: Sequence[ArrayRead]) -> None:
+    def read(self, reads: Sequence[ArrayRead], whole: Sequence[WholeRead] = ()) -> None:
         """Fill every destination. No read is pending when this returns or raises.
 
         The destinations must not overlap. After an error their elements are undefined. Raises CheckpointCorruptError,
@@ -97,17 +110,16 @@ class ChunkReader:
         for read in reads:
             read.check()
             plan.add(read)
+        plan.add_whole(whole)
         piece_bytes = self._source.piece_bytes
-        jobs = [*_direct_jobs(plan.records, plan.files, piece_bytes), *_decode_jobs(plan.chunks, piece_bytes)]
+        jobs = [*_direct_jobs(plan.records(), plan.files, piece_bytes), *_decode_jobs(plan.chunks, piece_bytes)]
         if not jobs:
             return
         try:
             self._run(jobs)
         except _JobError as failed:
-            self._raise(failed, reads)
-        for key, shard in plan.shards.items():
-            shard.check(self._source)
-            self._packs.compared.add(key)
+            self._raise(failed, reads, whole)
+        plan.compare_shards(self._source)
 
     def files(self, name: str, array: StoredArray, offset: tuple[int, ...], shape: tuple[int, ...]) -> set[str]:
         """Return the files that have something of a box of an array. Raises as `read` does."""
@@ -162,14 +174,17 @@ class ChunkReader:
         except Exception as error:
             raise _JobError(job, error) from error
 
-    def _raise(self, failed: _JobError, reads: Iterable[ArrayRead]) -> None:
+    def _raise(self, failed: _JobError, reads: Iterable[ArrayRead], whole: Iterable[WholeRead]) -> None:
         """Raise the error for a job that failed: that of the damaged chunk, if there is one."""
         job, error = failed.job, failed.error
-        for read in reads:
-            for index in _chunks(read.array.meta, read.offset, read.destination.shape[: len(read.offset)]):
-                place = _place(self._step, self._packs, read.name, read.array, index)
+        wanted: list[tuple[str, StoredArray, _Index, _Index]]
+        wanted = [(one.name, one.array, one.offset, one.destination.shape[: len(one.offset)]) for one in reads]
+        wanted += [(display(path), each, (0,) * len(each.meta.shape), each.meta.shape) for path, each, _ in whole]
+        for name, array, offset, shape in wanted:
+            for index in _chunks(array.meta, offset, shape):
+                place = _place(self._step, self._packs, name, array, index)
                 if place.file == job.file and place.offset < job.end and job.start < place.offset + place.nbytes:
-                    verify_chunk(self._source, place, read.array.meta, index, read.name)
+                    verify_chunk(self._source, place, array.meta, index, name)
         if isinstance(error, MemoryError | CheckpointError):
             raise error
         path = os.path.join(self._step, job.file)
@@ -189,9 +204,12 @@ class _Plan:
         self._step = step
         self._packs = packs
         self._numbers: dict[tuple[int, int], int] = {}
-        self.records: list[Record] = []
+        self._boxes: list[Records] = []  # and for each the number of the file, where the chunk begins, and the memory
+        self._places: list[tuple[int, int, int]] = []
+        self._whole: list[Records] = []
+        self._shards: dict[tuple[int, _Index], _Shard] = {}
+        self._indices = np.empty(0, np.uint8)
         self.chunks: list[_CompressedChunk] = []
-        self.shards: dict[tuple[int, _Index], _Shard] = {}
 
     @property
     def files(self) -> list[str]:
@@ -208,14 +226,51 @@ class _Plan:
                 continue
             rank, number, base = self._packs.start(array, index)
             file = self._numbers.setdefault((rank, number), len(self._numbers))
-            whole = records_of_whole(meta, file, base, destination)
-            self.records += whole or records_of_box(meta, index, file, base, read.offset, destination)
+            self._boxes.append(records_of_box(meta, index, read.offset, destination.shape, destination.strides))
+            self._places.append((file, base, address_of(destination)))
             key = array.number, index
-            if meta.sharded and key not in self.shards and key not in self._packs.compared:
+            if meta.sharded and key not in self._shards and key not in self._packs.compared:
                 place = ChunkPlace(pack_file(rank, number), base, meta.encoded_bytes(index))
-                shard = _Shard(read.name, meta, index, place)
-                self.shards[key] = shard
-                self.records.append(shard.record(file))
+                self._shards[key] = _Shard(read.name, meta, index, place, file)
+
+    def add_whole(self, reads: Sequence[WholeRead]) -> None:
+        """Add requests for whole arrays, all at once."""
+        if not reads:
+            return
+        region = np.array([array.region for _, array, _ in reads], np.int64)
+        ranks, numbers, starts = self._packs.first_copies[:, region]
+        keys, which = np.unique(np.stack([ranks, numbers]), axis=1, return_inverse=True)
+        files = [self._numbers.setdefault((rank, number), len(self._numbers)) for rank, number in keys.T.tolist()]
+        nbytes = np.array([array.meta.largest_encoded_bytes for _, array, _ in reads], np.int64) - CHECKSUM_BYTES
+        table = np.zeros((len(reads), 1 + len(SEGMENT.names or ())), np.int64)
+        table[:, 0] = np.array(files, np.int64)[which.reshape(-1)]
+        table[:, 1] = starts + np.array([array.offset for _, array, _ in reads], np.int64)
+        table[:, 2] = table[:, 5] = nbytes
+        table[:, 4] = [address for _, _, address in reads]
+        table[:, 6] = 1
+        self._whole.append(table)
+
+    def records(self) -> Records:
+        """Return the records of all uncompressed chunks, and of the indices of shards that are to be compared."""
+        shards = self._shards.values()
+        sizes = [each.found_bytes for each in shards]
+        self._indices = np.empty(sum(sizes), np.uint8)
+        ends = np.cumsum(sizes, dtype=np.int64) + address_of(self._indices)
+        of_shards = [each.record(to) for each, to in zip(shards, (ends - sizes).tolist(), strict=True)]
+        boxes = np.concatenate([_NO_RECORDS, *self._boxes])
+        counts = np.array([len(each) for each in self._boxes], np.int64)
+        file, base, to = np.repeat(np.array(self._places, np.int64).reshape(-1, 3), counts, axis=0).T
+        boxes[:, 0], boxes[:, 1] = file, base
+        boxes[:, 4] += to
+        return np.concatenate([boxes, np.array(of_shards, np.int64).reshape(-1, boxes.shape[1]), *self._whole])
+
+    def compare_shards(self, source: StepSource) -> None:
+        """Raise CheckpointCorruptError if an index that was read is another one than the shapes give."""
+        found, at = self._indices.tobytes(), 0
+        for key, shard in self._shards.items():
+            shard.check(source, found[at : at + shard.found_bytes])
+            at += shard.found_bytes
+            self._packs.compared.add(key)
 
 
 def _chunks(meta: ArrayMeta, offset: _Index, shape: _Index) -> Iterable[_Index]:
@@ -237,6 +292,7 @@ def _place(step: str, packs: PackIndex, name: str, array: StoredArray, index: _I
         ) from None
 
 
+@dataclass(frozen=True, slots=True)
 class _Shard:
     """The index of a shard of which inner chunks are read. It is read with them, and compared.
 
@@ -244,23 +300,27 @@ class _Shard:
     without it, wrong shapes with correct checksums would give other elements than the step has.
     """
 
-    def __init__(self, name: str, meta: ArrayMeta, index: _Index, place: ChunkPlace) -> None:
-        self._name = name
-        self._meta = meta
-        self._index = index
-        self._place = place
-        self._found = np.empty(meta.index_bytes - CHECKSUM_BYTES, np.uint8)
+    name: str
+    meta: ArrayMeta
+    index: _Index
+    place: ChunkPlace
+    file: int
 
-    def record(self, file: int) -> Record:
-        """Return the record that reads the index."""
-        nbytes = self._found.nbytes
-        base = self._place.offset + self._place.nbytes - self._meta.index_bytes
-        return (file, base, nbytes, 0, address_of(self._found), nbytes, 1, 0, 0)
+    @property
+    def found_bytes(self) -> int:
+        """The size of the index without its checksum."""
+        return self.meta.index_bytes - CHECKSUM_BYTES
 
-    def check(self, source: StepSource) -> None:
+    def record(self, address: int) -> tuple[int, ...]:
+        """Return the record that reads the index to an address."""
+        nbytes = self.found_bytes
+        base = self.place.offset + self.place.nbytes - self.meta.index_bytes
+        return (self.file, base, nbytes, 0, address, nbytes, 1, 0, 0)
+
+    def check(self, source: StepSource, found: bytes) -> None:
         """Raise CheckpointCorruptError if the index that was read is another one than the shapes give."""
-        if self._found.tobytes() != self._meta.layout(self._index).index[:-CHECKSUM_BYTES]:
-            verify_chunk(source, self._place, self._meta, self._index, self._name)
+        if found != self.meta.layout(self.index).index[:-CHECKSUM_BYTES]:
+            verify_chunk(source, self.place, self.meta, self.index, self.name)
 
 
 class _JobError(Exception):
@@ -280,9 +340,9 @@ class _Job:
     run: Callable[[OpenFile], bool]
 
 
-def _direct_jobs(records: list[Record], files: Sequence[str], piece_bytes: int) -> Iterator[_Job]:
+def _direct_jobs(records: Records, files: Sequence[str], piece_bytes: int) -> Iterator[_Job]:
     """Divide records into jobs, such that no block is read twice unless two requests need it."""
-    left = np.array(records, np.int64).reshape(-1, 1 + len(SEGMENT.names or ()))
+    left = records
     while len(left):
         file, base, block, at, _, nbytes, rows, step, _ = left.T
         last = at + (rows - 1) * step + nbytes - 1

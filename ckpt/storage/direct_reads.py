@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt.native import SEGMENT
 from ckpt.storage.array_metadata import ArrayMeta
 
-__all__ = ["PIECE_BYTES", "Record", "address_of", "records_of_box", "records_of_whole"]
+__all__ = ["PIECE_BYTES", "Records", "address_of", "records_of_box"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-Record = tuple[int, int, int, int, int, int, int, int, int]
-"""The number of a file, and a read from it: the members of a SEGMENT."""
+Records = np.ndarray[Any, np.dtype[np.int64]]
+"""Reads from files: in each row the number of a file, and the members of a SEGMENT."""
 
 PIECE_BYTES = 4 << 20
 """Records have at most so many bytes between their ends, in whole blocks, so that threads can share the work."""
@@ -31,30 +32,18 @@ _Span = tuple[int, int, int]
 """Elements of a dimension: the first byte among the blocks, the first byte in the destination, and their number."""
 
 
-def records_of_whole(meta: ArrayMeta, file: int, base: int, destination: Array) -> list[Record] | None:
-    """Return the records that read all of an array that is one block; None if it is not, or not contiguous in memory.
-
-    The same as `records_of_box` does, in less time: most arrays of a model are small.
-    """
-    if meta.inner_chunk_shape is not None or meta.chunk_shape != meta.shape or not destination.flags.c_contiguous:
-        return None
-    nbytes = destination.nbytes
-    if destination.shape[: len(meta.shape)] != meta.shape:
-        return None
-    return [(file, base, nbytes, 0, address_of(destination), nbytes, 1, 0, 0)]
-
-
+@functools.lru_cache(maxsize=1 << 10)  # all layers of a model have tensors of the same shapes
 def records_of_box(
-    meta: ArrayMeta, index: tuple[int, ...], file: int, base: int, offset: tuple[int, ...], destination: Array
-) -> list[Record]:
-    """Return the records that read what the chunk at `index` has of the box at `offset`, which goes to `destination`.
+    meta: ArrayMeta, index: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Records:
+    """Return the records that read what the chunk at `index` has of the box at `offset`, into memory.
 
-    The chunk begins at byte `base` of the file. `destination` has the shape of the box, followed by the trailing
-    dimension of a raw dtype, and any strides.
+    In these, file, chunk and memory begin at 0. The memory has the `shape` of the box, followed by the trailing
+    dimension of a raw dtype, and any `strides`, in bytes.
     """
     item, trailing = meta.stored.numpy_dtype.itemsize, meta.stored.trailing
     first, last, origin = [], [], []
-    for i, chunk, at, count in zip(index, meta.chunk_shape, offset, destination.shape, strict=False):
+    for i, chunk, at, count in zip(index, meta.chunk_shape, offset, shape, strict=False):
         start = i * chunk
         first.append(max(at - start, 0))
         last.append(min(at + count - start, chunk))
@@ -66,14 +55,16 @@ def records_of_box(
         (*first, *(0,) * len(trailing)),
         (*last, *trailing),
         (*origin, *(0,) * len(trailing)),
-        destination.strides,
+        strides,
         item,
     )
-    to = address_of(destination)
-    return [
-        (file, base, block_bytes, at, to + target, nbytes, rows, at_step, to_step)
-        for block_bytes, at, target, nbytes, rows, at_step, to_step in _rows_of_part(part)
+    rows = [
+        (0, 0, block_bytes, at, to, nbytes, rows, at_step, to_step)
+        for block_bytes, at, to, nbytes, rows, at_step, to_step in _rows_of_part(part)
     ]
+    records = np.array(rows, np.int64).reshape(-1, 1 + len(SEGMENT.names or ()))
+    records.flags.writeable = False
+    return records
 
 
 class _Part(NamedTuple):
@@ -92,9 +83,8 @@ class _Part(NamedTuple):
     item: int
 
 
-@functools.lru_cache(maxsize=1 << 10)  # all layers of a model have tensors of the same shapes
-def _rows_of_part(part: _Part) -> tuple[tuple[int, int, int, int, int, int, int], ...]:
-    """Return records without their file, which begin at 0 there and in memory."""
+def _rows_of_part(part: _Part) -> Iterator[tuple[int, int, int, int, int, int, int]]:
+    """Yield records without file and chunk."""
     inner, item = part.inner, part.item
     present = [-(-size // n) for size, n in zip(part.shape, inner, strict=True)]
     steps = [math.prod(inner[dim + 1 :]) * item for dim in range(len(inner))]
@@ -105,12 +95,11 @@ def _rows_of_part(part: _Part) -> tuple[tuple[int, int, int, int, int, int, int]
         unit = high if in_line or present[dim] == 1 else inner[dim]
         jump = math.prod(present[dim + 1 :]) * block_bytes if unit == inner[dim] else 0
         choices.append(list(_spans(low, high, unit, jump, steps[dim], part.origin[dim], part.strides[dim])))
-    found: list[tuple[int, int, int, int, int, int, int]] = []
     for spans in product(*choices):
         at, to = sum(span[0] for span in spans), sum(span[1] for span in spans)
         for row in _rows(at, to, [span[2] for span in spans], steps, part.strides, item):
-            found += [(block_bytes, *piece) for piece in _pieces(block_bytes, *row)]
-    return tuple(found)
+            for piece in _pieces(block_bytes, *row):
+                yield (block_bytes, *piece)
 
 
 def address_of(array: Array) -> int:

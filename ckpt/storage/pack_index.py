@@ -18,13 +18,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ckpt.errors import StateError
 from ckpt.paths import Path, display
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.compression import Compression
 from ckpt.storage.dtypes import stored
 from ckpt.storage.names import pack_file
-from ckpt.storage.regions import ALIGNMENT, FilePlaces, Region, chunk_sizes, regions_from_documents
+from ckpt.storage.regions import ALIGNMENT, FilePlaces, Numbers, Region, chunk_sizes, regions_from_documents
 
 __all__ = [
     "ALIGNMENT",
@@ -147,6 +149,11 @@ class PackIndex:
         """Whether any array is compressed: then readers need the part manifests, and sizes of files vary."""
         return any(array.meta.compression is not None for array in self.arrays)
 
+    @functools.cached_property
+    def first_copies(self) -> Numbers:
+        """The rank, the number of the file and the byte where it starts, of the first copy of each region: in rows."""
+        return np.array([(each.ranks[0], each.files[0], each.starts[0]) for each in self.regions], np.int64).T
+
     def files(self) -> dict[tuple[int, int], int]:
         """Return the size of each file, by rank and number of the file; before compression, if there is any."""
         return self._places().file_sizes()
@@ -172,11 +179,10 @@ class PackIndex:
                 raise ValueError("a region has no arrays")
             for array in members:
                 meta = array.meta
-                chunks, nbytes = _chunks_and_bytes(meta.shape, meta.chunk_shape, meta.inner_chunk_shape, meta.dtype)
-                if array.offset < end or chunks != copies:
+                if array.offset < end or meta.chunks != copies:
                     name = display(array.path)
                     raise ValueError(f"{name} overlaps with another array, or its region has too few or many copies")
-                end = array.offset + nbytes
+                end = array.offset + meta.largest_encoded_bytes
             if end >= _MAX_BYTES:
                 raise ValueError(f"a region has {end} bytes")
 
@@ -229,27 +235,22 @@ _MEMBERS = frozenset(
 )
 
 
-_LISTS = ("path", "shape", "chunk", "inner", "box_offset", "tensor_shape")
-_NO_LIST: list[Any] = []
+_LISTS = frozenset({"path", "shape", "chunk", "inner", "box_offset", "tensor_shape"})
 _PATH_TYPES = frozenset({str, int})
 
 
 def _array(number: int, entry: Mapping[str, Any], world_size: int) -> StoredArray:
-    for name in _LISTS:
-        if type(entry.get(name, _NO_LIST)) is not list:
-            raise ValueError(f"the entry of an array has {name} {entry[name]!r:.80}, which is no list")
+    for name, value in entry.items():
+        if name in _LISTS and type(value) is not list:
+            raise ValueError(f"the entry of an array has {name} {value!r:.80}, which is no list")
     path, shape, chunk = tuple(entry["path"]), tuple(entry["shape"]), tuple(entry["chunk"])
     inner = tuple(entry["inner"]) if "inner" in entry else None
-    about = {"name": list(path)}
     region, offset, rank = entry.get("region"), entry.get("offset", 0), entry.get("rank")
     box_offset, tensor_shape = (0,) * len(shape), shape
     if "box_offset" in entry:
-        about |= {"box_offset": entry["box_offset"], "tensor_shape": entry["tensor_shape"]}
         box_offset, tensor_shape = tuple(entry["box_offset"]), tuple(entry["tensor_shape"])
         if tensor_shape == shape:
             raise ValueError(f"{display(path)} is a whole tensor, but has a box")
-    if rank is not None:
-        about["rank"] = rank
     is_paired = ("region" in entry) == ("offset" in entry) and ("box_offset" in entry) == ("tensor_shape" in entry)
     if not (is_paired and entry.keys() <= _MEMBERS) or None in entry.values():
         raise ValueError(f"the entry of {display(path)} has the members {sorted(entry)!r:.200}")
@@ -265,20 +266,25 @@ def _array(number: int, entry: Mapping[str, Any], world_size: int) -> StoredArra
     if offset % ALIGNMENT:
         raise ValueError(f"{display(path)} begins at byte {offset} of its region")
     compression = Compression.from_document(entry["compression"]) if "compression" in entry else None
-    meta = ArrayMeta(shape, entry["dtype"], chunk, inner, compression, {"ckpt": about})
-    _check_shapes(entry["dtype"], shape, chunk, box_offset, tensor_shape)
+    meta = _checked_meta(entry["dtype"], shape, chunk, inner, compression, box_offset, tensor_shape)
     return StoredArray(number, path, meta, region, offset, box_offset, tensor_shape, rank)
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _check_shapes(
+def _checked_meta(
     dtype: str,
     shape: tuple[int, ...],
     chunk: tuple[int, ...],
+    inner: tuple[int, ...] | None,
+    compression: Compression | None,
     box_offset: tuple[int, ...],
     tensor_shape: tuple[int, ...],
-) -> None:
-    """Raise ValueError for what would be too large for numpy or the file system. All sizes are integers."""
+) -> ArrayMeta:
+    """Return the metadata of arrays with these sizes, all integers: one object for all that are alike.
+
+    ValueError for what would be too large for numpy or the file system.
+    """
+    meta = ArrayMeta(shape, dtype, chunk, inner, compression)
     if not len(box_offset) == len(tensor_shape) == len(shape):
         raise ValueError(f"a box of shape {shape} at {box_offset} does not fit a tensor of shape {tensor_shape}")
     try:
@@ -290,12 +296,4 @@ def _check_shapes(
     for sizes in (shape, chunk, tensor_shape):
         if math.prod(filter(None, sizes)) * itemsize >= _MAX_BYTES:
             raise ValueError(f"{list(sizes)!r:.80} is an impossible shape")
-
-
-@functools.lru_cache(maxsize=1 << 10)  # all layers of a model have tensors of the same shapes
-def _chunks_and_bytes(
-    shape: tuple[int, ...], chunk: tuple[int, ...], inner: tuple[int, ...] | None, dtype: str
-) -> tuple[int, int]:
-    """Return the number of chunks of an array, and the size of the largest."""
-    meta = ArrayMeta(shape, dtype, chunk, inner)
-    return math.prod(meta.grid_shape), meta.largest_encoded_bytes
+    return meta

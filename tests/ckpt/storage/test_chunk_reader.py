@@ -21,7 +21,7 @@ from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import dtypes
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import verify_chunk
-from ckpt.storage.chunk_reader import ArrayRead, ChunkReader
+from ckpt.storage.chunk_reader import ArrayRead, ChunkReader, WholeRead
 from ckpt.storage.compression import Compression
 from ckpt.storage.step_source import LocalStep, OpenFile
 from tests.ckpt.storage.chunks import CASES, Case, bits, boxes, elements
@@ -394,3 +394,44 @@ def test_a_file_whose_reads_failed_is_closed(tmp_path: Path) -> None:
         )
     assert step.opened
     assert all(file.closed for file in step.opened)
+
+
+WHOLE = {
+    f"w{number}": ArrayMeta(shape, name, shape)
+    for number, (name, shape) in enumerate(
+        [("float32", (6, 4)), ("complex32", ()), ("bfloat16", (3, 5)), ("float64", (1000,)), ("complex64", (2, 1, 2))]
+    )
+}
+
+
+def _whole_reads(pack: Pack, targets: dict[str, Any]) -> list[WholeRead]:
+    arrays = zip(pack.index.arrays, targets.items(), strict=True)
+    return [WholeRead(("model", name), array, target.ctypes.data) for array, (name, target) in arrays]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "with a box"])
+def test_whole_arrays_are_read_to_their_addresses(tmp_path: Path, together: bool) -> None:
+    assert all(meta.is_one_block for meta in WHOLE.values())
+    arrays = {name: (meta, elements(meta)) for name, meta in WHOLE.items()}
+    pack = write_pack(tmp_path, arrays)
+    targets = {name: np.zeros_like(array) for name, (_, array) in arrays.items()}
+    box = np.zeros((2, 4), np.float32)
+    boxes = [ArrayRead("w0", pack.index.arrays[0], (3, 0), box)] if together else []
+    ChunkReader(str(pack.root), pack.index, threads=2, timeout_s=20).read(boxes, _whole_reads(pack, targets))
+    for name, (_, array) in arrays.items():
+        assert bits(targets[name]) == bits(array)
+    assert np.array_equal(box, arrays["w0"][1][3:5]) is together
+
+
+def test_a_damaged_whole_array_is_named(tmp_path: Path) -> None:
+    arrays = {name: (meta, elements(meta)) for name, meta in WHOLE.items()}
+    pack = write_pack(tmp_path, arrays)
+    targets = {name: np.zeros_like(array) for name, (_, array) in arrays.items()}
+    place = pack.index.place(pack.index.arrays[3], (0,))
+    path = pack.root / place.file
+    data = bytearray(path.read_bytes())
+    data[place.offset + 17] ^= 4
+    path.write_bytes(data)
+    message = rf"tensor model/w3, chunk \(0,\): .*{place.file} has a wrong checksum"
+    with pytest.raises(CheckpointCorruptError, match=message):
+        ChunkReader(str(pack.root), pack.index, threads=2, timeout_s=20).read([], _whole_reads(pack, targets))
