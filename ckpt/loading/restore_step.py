@@ -65,11 +65,10 @@ class RestoreReport:
     node-local step, `mirror_files` were read from the mirror: they are not on this node, or are damaged there.
     `damaged` are the steps that were tried first and could not be restored, because bytes of them are missing or wrong:
     newer ones, and this one, if it was read from the mirror after its first copy. `unreadable` are newer ones whose
-    storage failed, or whose files are on other nodes. Of plain dicts and lists, `added` are the names of items
-    that they have got, `removed` of those that they have lost. `left` are the published saves
-    that training has left: newer ones than this, which do not count for this job from now on. `run` is the name that
-    `Checkpointer.start_over` gave to the run that the step is of; None if it gave none. `pace` is what the job had
-    measured of its saves by then, if a policy of `save_every` needs that.
+    storage failed, or whose files are on other nodes. Of plain dicts and lists, `added` are the names of items that
+    they have got, `removed` of those that they have lost. `left` are the published saves that training has left: newer
+    ones than this, which do not count for this job from now on. `run` is the name that `Checkpointer.start_over` gave
+    to the run that the step is of, or None; `pace` what the job had measured of its saves, if `save_every` needs that.
     """
 
     step: int
