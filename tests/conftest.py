@@ -1,5 +1,6 @@
 import faulthandler
 import gc
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -100,6 +101,8 @@ def leak_check() -> Iterator[LeakCheck]:
 
     `leak_check.rebase()` after a warm-up; `leak_check.check()` in the middle of a test.
     """
+    if importlib.util.find_spec("numcodecs") is not None:
+        importlib.import_module("numcodecs")  # it makes a semaphore, and keeps it
     check = LeakCheck()
     yield check
     check.check()
