@@ -206,7 +206,8 @@ class Agreement(Reports):
         arrived. StaleViewError if the others are further on.
         """
 
-        self._answer_last_call(initial_rank)
+        with contextlib.suppress(StaleViewError):  # raised again below, unless there is a roster: that says more
+            self._answer_last_call(initial_rank)
         text = self._wait_decided(_ROSTER, self._close_roster, _AT_END, initial_rank, timeout_s, chunk_s, on_late)
         roster = Roster.from_text(text)
         self.conclude(roster)

@@ -530,8 +530,8 @@ def test_a_death_between_two_iterations(open_store: Open, pool: ThreadPoolExecut
     for rank in (0, 2):
         assert second[rank].wait_outcome(LONG_S) is IterationOutcome.INTERRUPTED
     waiting = pool.submit(second[0].wait_roster, 10, LONG_S, CHUNK_S)
-    second[2].arrive_at_end(12)
     second[0].arrive_at_end(10)
+    second[2].arrive_at_end(12)  # the last one: the roster follows
     speaks.result(LONG_S)
     assert second[2].records() == (record(1, Interruption.TERMINATED),)
     assert waiting.result(LONG_S) == Roster(frozenset({1}), frozenset({11}))
