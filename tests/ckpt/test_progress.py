@@ -31,8 +31,8 @@ def note(text):
     write(text)
     if "100% of" in text:  # the line may be drawn before anything is read, too
         shown.set()
-def wait(self, wanted):
-    read(self, wanted)
+def wait(self, *wanted):
+    read(self, *wanted)
     assert shown.wait(20 if expected else 0.3) == expected
 progress._write, Fetch.read = note, wait
 progress._QUIET_S, progress._REDRAW_S = 0.0, 0.01
