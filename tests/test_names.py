@@ -56,7 +56,7 @@ CKPT: list[Signature] = [
         {"async_fn": REQUIRED, "save_args": REQUIRED, "save_kwargs": {}},
     ),
     ("ckpt.integrations.nvrx.TorchAsyncCheckpoint", {"persistent_queue": True}),
-    ("ckpt.integrations.nvrx.TorchAsyncCheckpoint.async_save", {"state_dict": REQUIRED}),
+    ("ckpt.integrations.nvrx.TorchAsyncCheckpoint.async_save", {"state_dict": REQUIRED, "f": REQUIRED}),
     (
         "ckpt.integrations.nvrx.TorchAsyncCheckpoint.finalize_async_save",
         {"blocking": False, "no_dist": True, "terminate": False},

@@ -26,10 +26,11 @@ def _state(value: float) -> dict[str, Any]:
     return {"model": model.state_dict(), "tied": [tied, (tied, "text")], "step": int(value)}
 
 
-def _limit_files(limit_bytes: int) -> None:
-    """Limit the size of files that the writer of this process writes."""
-    for process in psutil.Process().children(recursive=True):
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
+def _limit_files(processes: set[psutil.Process], limit_bytes: int) -> None:
+    """Limit the size of files that these processes write."""
+    for process in processes:
+        hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit_bytes, hard))
 
 
 def test_the_file_is_that_of_torch_save(tmp_path: Path, leak_check: LeakCheck) -> None:
@@ -50,16 +51,17 @@ def test_the_file_is_that_of_torch_save(tmp_path: Path, leak_check: LeakCheck) -
 
 
 def test_a_file_stays_until_the_new_one_is_whole(tmp_path: Path, leak_check: LeakCheck) -> None:
-    file = tmp_path / "x.pt"
+    file, earlier = tmp_path / "x.pt", set(psutil.Process().children(recursive=True))
     with TorchAsyncCheckpoint(timeout_s=60) as saver:
         saver.async_save(_state(1.0), file)
         saver.finalize_async_save(blocking=True)
-        _limit_files(1000)
+        writers = set(psutil.Process().children(recursive=True)) - earlier
+        _limit_files(writers, 1000)
         saver.async_save(_state(2.0), file)
         with pytest.raises(ckpt.WriterError, match="File too large"):
             saver.finalize_async_save(blocking=True)
         assert (os.listdir(tmp_path), torch.load(file)["step"]) == (["x.pt"], 1)
-        _limit_files(resource.RLIM_INFINITY)
+        _limit_files(writers, resource.RLIM_INFINITY)
         saver.async_save(_state(3.0), file)
         saver.async_save(_state(4.0), file)
         saver.finalize_async_save(blocking=True)
