@@ -243,7 +243,7 @@ def test_what_a_monitor_process_imports_is_cheap() -> None:
 
 
 def test_what_a_writer_imports_does_not_load_torch() -> None:
-    assert "torch" not in loaded_by("ckpt.async_calls", "ckpt.storage")
+    assert "torch" not in loaded_by("ckpt.async_calls", "ckpt.storage", "ckpt.integrations.nvrx")
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,13 @@ CKPT: list[Signature] = [
         "ckpt.DistributedAsyncCaller.schedule_async_call",
         {"async_fn": REQUIRED, "save_args": REQUIRED, "save_kwargs": {}},
     ),
+    ("ckpt.integrations.nvrx.TorchAsyncCheckpoint", {"persistent_queue": True}),
+    ("ckpt.integrations.nvrx.TorchAsyncCheckpoint.async_save", {"state_dict": REQUIRED, "f": REQUIRED}),
+    (
+        "ckpt.integrations.nvrx.TorchAsyncCheckpoint.finalize_async_save",
+        {"blocking": False, "no_dist": True, "terminate": False},
+    ),
+    ("ckpt.integrations.nvrx.TorchAsyncCheckpoint.close", {"abort": False}),
     ("ckpt.DistributedAsyncCaller.is_current_async_call_done", {"blocking": False, "no_dist": False}),
 ]
 

@@ -15,6 +15,7 @@ __all__ = [
     "WITHOUT_EFFECT",
     "FaultToleranceConfig",
     "convert",
+    "instead_of",
     "is_off",
     "parse_log_level",
     "parse_section_timeouts",
@@ -39,6 +40,26 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
         "attribution_stop_action": "no service is asked; a rank may use send_workload_control_request",
         "attribution_export_url": "nothing is exported; reports of late ranks are lines of JSON in the log",
         "cycle_info_dir": "there are no files for cycles; the launcher's log says when each begins and why it ends",
+    }
+)
+# How settings and options of other launchers begin that are not among the above, and what to do instead.
+_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "node_health_check_endpoint": "no service is asked; check nodes in the prolog of the scheduler",
+        "segment_health_check": "no decisions are read; exclude nodes in the scheduler; --nnodes=MIN:MAX has spares",
+        "storage_health_check": WITHOUT_EFFECT["storage_healthcheck_path"],
+        "per_cycle_applog": "use --log-dir=DIR --redirects=3: a file for each restart, rank and stream",
+        "nvrx_logfile": "the launcher logs to stderr: redirect that",
+        **dict.fromkeys(
+            ("enable_log_server", "log_server_", "log_aggregator_", "log_leaf_"),
+            "logs are sent to no server; with --log-dir=DIR --redirects=3 each node writes files",
+        ),
+        **dict.fromkeys(("attribution_", "attrsvc_", "fact_"), WITHOUT_EFFECT["attribution_endpoint"]),
+        "cycle_info_": WITHOUT_EFFECT["cycle_info_dir"],
+        "rdzv_impl": "there is one way for nodes to meet; leave it out",
+        "use_infra_group_rank": "nodes are numbered by --node-rank, with --rdzv-backend=static; leave it out",
+        "max_no_progress_restarts": "use --ft-max-no-progress-cycles",
+        "progress_update_interval": "--ft-checkpoint-iteration-file is read at each restart; leave it out",
     }
 )
 _SECTION = "fault_tolerance"
@@ -233,6 +254,11 @@ def _no(value: Any) -> Any:
     raise ValueError(value)
 
 
+def instead_of(setting: str) -> str | None:
+    """Return what to do instead of a setting that is unknown here; None if no launcher is known to have it."""
+    return next((instead for begin, instead in _ELSEWHERE.items() if setting.startswith(begin)), None)
+
+
 def is_off(value: Any) -> bool:
     """Whether a setting without effect here is switched off anyway."""
     return value is None or value is False
@@ -241,7 +267,7 @@ def is_off(value: Any) -> bool:
 def _report_without_effect(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
     unknown = sorted(set(values) - {item.name for item in fields(FaultToleranceConfig)})
     found = [f"{name} ({WITHOUT_EFFECT[name]})" for name in WITHOUT_EFFECT if not is_off(values.get(name))]
-    found += [f"{name} (unknown)" for name in unknown]
+    found += [f"{name} ({instead_of(name) or 'unknown'})" for name in unknown]
     if found:
         _log.warning("%s: these settings have no effect here: %s", os.fspath(path), "; ".join(found))
 

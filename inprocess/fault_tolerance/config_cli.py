@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -11,11 +11,12 @@ from inprocess.fault_tolerance.config import (
     WITHOUT_EFFECT,
     FaultToleranceConfig,
     convert,
+    instead_of,
     is_off,
     parse_section_timeouts,
 )
 
-__all__ = ["ANY_FAILED", "IN_PROCESS", "NO_RESTART_EXIT_CODE", "add_arguments"]
+__all__ = ["ANY_FAILED", "IN_PROCESS", "NO_RESTART_EXIT_CODE", "add_arguments", "unrecognized"]
 
 NO_RESTART_EXIT_CODE = 93
 ANY_FAILED = "any-failed"
@@ -33,11 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group, "cfg_path", ["--fault-tol-cfg-path", "--fault_tol_cfg_path"], "YAML file with a fault_tolerance section"
     )
     for item in fields(FaultToleranceConfig):
-        old = [f"--ft-param-{item.name}", f"--ft-param-{item.name.replace('_', '-')}"]
+        dashes = item.name.replace("_", "-")
+        old = [f"--ft-param-{item.name}", f"--ft-param-{dashes}", f"--ft_param_{item.name}"]
         instead = WITHOUT_EFFECT.get(item.name)
         text = f"default: {_shown(item.name)}" if instead is None else f"not available: {instead}"
         _add(group, item.name, old, text, type=_reader(item.name, str(item.type)))
-    for spelling in _spellings("ignore_missing_cfg"):
+    for spelling in [*_spellings("ignore_missing_cfg"), "--ignore-missing-fault-tol-cfg"]:
         shown = spelling == "--ft-ignore-missing-cfg"
         group.add_argument(
             spelling,
@@ -57,11 +59,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(
         group,
         "restart_policy",
-        [],
+        ["--restart-policy", "--restart_policy"],
         "when a worker fails: any-failed (default): end all and start them again; in-process: leave the others alone",
         type=_restart_policy,
         default=ANY_FAILED,
     )
+
+
+def unrecognized(arguments: Sequence[str]) -> str:
+    """Return the message about arguments that are no options, with what to do instead of those of other launchers."""
+    texts, others = {}, []
+    for each in arguments:
+        option = each.partition("=")[0]
+        begin, _, setting = option.lstrip("-").replace("-", "_").partition("_")
+        if begin == "ft" and (instead := instead_of(setting)) is not None:
+            texts[option] = f"{option} is not available: {instead}"
+        else:
+            others.append(each)
+    return "; ".join([*texts.values(), *([f"unrecognized arguments: {' '.join(others)}"] if others else [])])
 
 
 def _add(group: Any, key: str, older: list[str], text: str, **options: Any) -> None:

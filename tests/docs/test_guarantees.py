@@ -21,6 +21,7 @@ PAGES = (
     "kubernetes",
     "ray",
     "megatron",
+    "migrating",
 )
 
 

@@ -52,7 +52,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, LauncherOptio
     SystemExit with 2 and a message for what is invalid or not available, with 0 after --help.
     """
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(config_cli.unrecognized(unknown))
     try:
         options = _options(args)
         _complete(args, parser.get_default("master_port"))

@@ -238,6 +238,9 @@ def _nvrx_saves(rank: int, world_size: int, folder: Path) -> list[Any]:
     torch.cuda.synchronize = lambda *given: None  # type: ignore[assignment]
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     from nvidia_resiliency_ext.checkpointing.async_ckpt import core
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
+        CachedMetadataFileSystemReader,
+    )
     from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
     from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
         save_state_dict_async_finalize,
@@ -265,14 +268,12 @@ def _nvrx_saves(rank: int, world_size: int, folder: Path) -> list[Any]:
     queue.close()
     for step in (10, 20):
         loaded = {"weight": distribute_tensor(torch.zeros(2 * world_size, 8), mesh, [Shard(0)]), "bias": torch.zeros(3)}
-        dcp.load(loaded, checkpoint_id=folder / str(step))
+        dcp.load(loaded, storage_reader=CachedMetadataFileSystemReader(folder / str(step)))
         restored.append([loaded["weight"].to_local().unique().tolist(), loaded["bias"].unique().tolist()])
     return restored
 
 
-@pytest.mark.skipif(
-    not nvrx_is_there(), reason="nvidia_resiliency_ext is not in build/nvrx: make build/nvrx/.installed"
-)
+@needs_nvrx
 def test_sharded_save_of_nvidia_resiliency_ext(tmp_path: Path) -> None:
     for result in run_ranks(_nvrx_saves, 2, tmp_path, timeout=100, imports=MEGATRON):
         assert result.value == [[[step + result.rank], [step]] for step in (10.0, 20.0)]
@@ -293,9 +294,40 @@ def _nvrx_torch_save(rank: int, world_size: int, folder: Path) -> list[Any]:
     return [loaded["weight"].unique().tolist(), loaded["step"]]
 
 
-@pytest.mark.skipif(
-    not nvrx_is_there(), reason="nvidia_resiliency_ext is not in build/nvrx: make build/nvrx/.installed"
-)
+@needs_nvrx
 def test_torch_async_checkpoint_of_nvidia_resiliency_ext(tmp_path: Path) -> None:
     results = run_ranks(_nvrx_torch_save, 2, tmp_path, timeout=100, imports=MEGATRON)
     assert [result.value for result in results] == [[[0.0], 7], [[1.0], 7]]
+
+
+def _nvrx_local_saves(rank: int, world_size: int, folder: Path) -> list[Any]:
+    """Save with `LocalCheckpointManager` of nvidia_resiliency_ext, in the background; then find and load the newest."""
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, str(NVRX))
+    torch.cuda.synchronize = lambda *given: None  # type: ignore[assignment]
+    torch.Tensor.is_cuda = True  # type: ignore[assignment]  # it takes tensors of a GPU alone
+    from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
+
+    BasicTensorAwareStateDict.restore_tensor_device = lambda *given, **options: None  # to the GPU
+    found: list[Any] = []
+    with AsyncCallsQueue(timeout_s=60) as queue:
+        manager = LocalCheckpointManager(folder, session_id="job")
+        for step in (10, 20):
+            state = {"weight": torch.full((4,), float(step + rank)), "step": step}
+            queue.schedule_async_request(manager.save(BasicTensorAwareStateDict(state), step, is_async=True))
+            state["weight"].zero_()  # it was pickled
+            queue.maybe_finalize_async_calls(blocking=True)
+    for session in ("job", "another"):
+        manager = LocalCheckpointManager(folder, session_id=session)
+        found.append(manager.find_latest())
+        if found[-1] != -1:
+            loaded, name = manager.load()
+            found.append([name, loaded.state_dict["weight"].unique().tolist(), loaded.state_dict["step"]])
+    return found
+
+
+@needs_nvrx
+def test_local_checkpoints_of_nvidia_resiliency_ext(tmp_path: Path) -> None:
+    for result in run_ranks(_nvrx_local_saves, 2, tmp_path, timeout=100, imports=MEGATRON):
+        assert result.value == [20, [(20, result.rank, "job"), [20.0 + result.rank], 20], -1]

@@ -67,9 +67,17 @@ def test_older_spellings_of_the_file(spelling: str, tmp_path: Path) -> None:
     assert options(f"{spelling}={file}").config.safety_factor == 2
 
 
-@pytest.mark.parametrize("spelling", ["--ft-param-safety_factor", "--ft-param-safety-factor", "--ft-safety_factor"])
+@pytest.mark.parametrize(
+    "spelling",
+    ["--ft-param-safety_factor", "--ft-param-safety-factor", "--ft-safety_factor", "--ft_param_safety_factor"],
+)
 def test_older_spellings_of_settings(spelling: str) -> None:
     assert options(f"{spelling}=2").config.safety_factor == 2
+
+
+@pytest.mark.parametrize("spelling", ["--restart-policy", "--restart_policy", "--ft_restart_policy"])
+def test_older_spellings_of_the_restart_policy(spelling: str) -> None:
+    assert options(f"{spelling}=in-process").leaves_survivors
 
 
 def test_a_missing_file_is_an_error_unless_that_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +86,8 @@ def test_a_missing_file_is_an_error_unless_that_is_allowed(tmp_path: Path, capsy
         options(f"--ft-cfg-path={path}")
     assert error.value.code == 2
     assert str(path) in capsys.readouterr().err
-    assert options(f"--ft-cfg-path={path}", "--ft-ignore-missing-cfg").config == FaultToleranceConfig()
+    for ignore in ("--ft-ignore-missing-cfg", "--ignore-missing-fault-tol-cfg"):
+        assert options(f"--ft-cfg-path={path}", ignore).config == FaultToleranceConfig()
 
 
 @pytest.mark.parametrize(
@@ -143,6 +152,37 @@ REFUSED = {
 }
 
 
+# Options of newer and older launchers that are no settings here, and a word of what to do instead.
+ELSEWHERE = {
+    "node_health_check_endpoint": "prolog of the scheduler",
+    "segment_health_check_dir": "--nnodes=MIN:MAX",
+    "storage_health_check_path": "a save that fails says so",
+    "per_cycle_applog_prefix": "--log-dir=DIR --redirects=3",
+    "nvrx_logfile": "redirect that",
+    "enable_log_server": "--log-dir=DIR",
+    "log_server_port": "--log-dir=DIR",
+    "log_aggregator_count": "--log-dir=DIR",
+    "log_leaf_max_queue_chunks": "--log-dir=DIR",
+    "log_server_log_prefix": "--log-dir=DIR",
+    "log_server_graceful_shutdown_timeout": "--log-dir=DIR",
+    "attribution_startup_timeout": "root suspect",
+    "attribution_llm_api_key_file": "root suspect",
+    "attribution_llm_base_url": "root suspect",
+    "attribution_llm_model": "root suspect",
+    "attribution_analysis_backend": "root suspect",
+    "attribution_compute_timeout": "root suspect",
+    "attribution_log_level": "root suspect",
+    "attrsvc_host": "root suspect",
+    "fact_url": "root suspect",
+    "fact_history_es_url": "root suspect",
+    "cycle_info_job_id": "the launcher's log",
+    "rdzv_impl": "leave it out",
+    "use_infra_group_rank": "--node-rank",
+    "max_no_progress_restarts": "--ft-max-no-progress-cycles",
+    "progress_update_interval": "--ft-checkpoint-iteration-file",
+}
+
+
 def test_every_setting_is_in_a_list() -> None:
     settings = {field.name for field in dataclasses.fields(FaultToleranceConfig)}
     assert set(EFFECTIVE).isdisjoint(REFUSED)
@@ -168,6 +208,26 @@ def test_options_without_effect_are_refused(key: str, capsys: pytest.CaptureFixt
         assert f"--ft-{key.replace('_', '-')}" in said or f"--ft-{name}" in said
 
 
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_options_of_other_launchers_are_refused(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (f"--ft-{key.replace('_', '-')}", f"--ft-{key}", f"--ft_{key}"):
+        for argv in ([f"{option}=1"], [option, "1"]):
+            with pytest.raises(SystemExit) as error:
+                options(*argv)
+            assert error.value.code == 2
+            said = capsys.readouterr().err.split("error:")[-1]
+            assert f"{option} is not available: " in said
+            assert ELSEWHERE[key] in said
+
+
+def test_what_no_launcher_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options("--ft-typo=1", "--fact-url=1", "--ft-fact-url=1")
+    said = capsys.readouterr().err
+    assert "error: --ft-fact-url is not available: " in said
+    assert "; unrecognized arguments: --ft-typo=1 --fact-url=1" in said
+
+
 def test_what_asks_for_nothing_is_accepted() -> None:
     found = options("--ft-enable-nic-healthcheck=false", "--ft-segment=null", "--ft-numa-bind-strict=no").config
     assert (found.enable_nic_healthcheck, found.segment, found.numa_bind_strict) == (False, None, False)
@@ -176,7 +236,8 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 def test_settings_without_effect_in_a_file_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "ft.yaml"
     settings = {key: REFUSED[key][0] for key in WITHOUT_EFFECT if key != "numa_bind_strict"}
-    lines = [f"  {key}: {text}\n" for key, text in {**settings, "numa_bind_strict": "false", "typo": 1}.items()]
+    unknown = {"typo": 1, "segment_health_check_dir": "/x", "attrsvc_port": 1}
+    lines = [f"  {key}: {text}\n" for key, text in {**settings, "numa_bind_strict": "false", **unknown}.items()]
     file.write_text("fault_tolerance:\n  safety_factor: 2\n" + "".join(lines))
     for read in (lambda: options(f"--ft-cfg-path={file}").config, lambda: FaultToleranceConfig.from_yaml_file(file)):
         caplog.clear()
@@ -186,6 +247,8 @@ def test_settings_without_effect_in_a_file_are_named(tmp_path: Path, caplog: pyt
         assert str(file) in said
         assert [key for key in settings if f"{key} (" not in said] == []
         assert "typo (unknown)" in said
+        assert "segment_health_check_dir (no decisions are read" in said
+        assert "attrsvc_port (no service is asked" in said
         assert "numa_bind_strict" not in said, "it asks for nothing"
         assert "safety_factor" not in said
 
