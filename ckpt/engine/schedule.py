@@ -43,7 +43,6 @@ _SAVES = 2  # without `step`, until a warning: the first one may be the last ste
 _LEAST_S, _AHEAD_S = 0.5, 10.0  # from one appointment to the next, in whole steps
 _PAUSE_S = 0.005
 _CHANGED = 1.25  # an interval that differs by this factor from the one that was told is told
-_KEPT = 64  # appointments; no rank is so far behind
 
 Action = Literal["save", "snapshot"]
 
@@ -84,6 +83,8 @@ class Schedule:
         self._agreed = [(action, pace) for action, pace in paces if pace is not None and pace.needs_agreement]
         self._ranks = ranks
         self._timeout_s = settings.timeout_s
+        self._kept = max(64, math.ceil(settings.timeout_s / _LEAST_S))  # as late as a rank may be
+        self._has_failed = False  # the save that is being begun
         self._in_flight = in_flight
         self._clock = clock
         self._saves: int | None = 0  # without `step`; None once that was called, or warned of
@@ -108,11 +109,15 @@ class Schedule:
             action = "save"
         elif self._keep_every is not None and self._keep_every.is_due_at(step):
             action = "snapshot"
-        begin = self._clock()
+        begin, self._has_failed = self._clock(), False
         yield action
         if action is not None:
             for each in (action, "snapshot") if action == "save" else (action,):  # a save is a snapshot, too
-                self._costs[each].begin(self._clock() - begin)
+                self._costs[each].begin(self._clock() - begin, is_measured=not self._has_failed)
+
+    def save_failed(self) -> None:
+        """Note that the save that is being begun has failed: the time until then is not what saves cost."""
+        self._has_failed = True
 
     def note_save(self) -> None:
         """Note a save. Warns once if the schedule has no effect, as `step` is not called."""
@@ -228,8 +233,8 @@ class Schedule:
             return
         store = self._store()
         store.set(f"pace/{row.name}/{number}", value)
-        if number >= _KEPT:
-            store.delete_key(f"pace/{row.name}/{number - _KEPT}")
+        if number >= self._kept:
+            store.delete_key(f"pace/{row.name}/{number - self._kept}")
 
     def _read(self, row: _Row, step: int) -> _Appointment:
         """Return the next appointment of a row. Waits only if rank 0 is more than an appointment behind."""
