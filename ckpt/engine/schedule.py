@@ -9,7 +9,8 @@ appointments; each says what is done at its step, and when the next one is:
     others    └─ read ───┴─ read ────┴─ read ────┴─ read         once at each appointment, not in each step
 
 An appointment was made one interval before, ten seconds at most, so ranks hardly ever wait for it. All ranks come to
-the same steps, hence they do the same. A restart begins a new row, in another process group or after a restore.
+the same steps, hence they do the same. A new row begins after a restore, and after a restart, and when the program
+has made its process groups anew.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -56,10 +58,14 @@ class _Appointment(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """A row of appointments, by a name that no other one has: `number` is that of the next one, at `step`."""
+    """A row of appointments, by a name that no other one has: `number` is that of the next one, at `step`.
+
+    `whole_store` is the store of the process groups that it is in; None without one.
+    """
 
     name: str
     step: int
+    whole_store: weakref.ref[Any] | None
     number: int = 0
 
 
@@ -150,12 +156,16 @@ class Schedule:
     def _appointed(self, step: int) -> Action | None:
         """Return what is due at a step by appointment."""
         decides = self._ranks.rank == COORDINATOR
-        row = self._row
-        if row is None:
-            self._count_faults()
+        row, store = self._row, self._ranks.whole_store()
+        is_elsewhere = (
+            row is not None and store is not None and (row.whole_store is None or row.whole_store() is not store)
+        )
+        if row is None or is_elsewhere:
+            if row is None:
+                self._count_faults()
             self._ranks.doing = "the schedule of saves"
             name = self._ranks(os.urandom(8).hex().encode())[COORDINATOR].decode()
-            row = self._row = _Row(name, step)
+            row = self._row = _Row(name, step, None if store is None else weakref.ref(store))
             if decides:
                 self._put(row, 0, _Appointment(None, step + 1))
         self._costs["save"].note_step(len(self._in_flight()) > 0)

@@ -270,6 +270,29 @@ def _train(root: str, steps: int, slow: int) -> tuple[list[int], dict[str, Any]]
     return found, {} if report is None or report.pace is None else dict(report.pace)
 
 
+def _train_in_two_groups(rank: int, world_size: int, root: str) -> list[list[int]]:
+    found = []
+    state = {"w": torch.ones(4)}
+    with ckpt.Checkpointer(root, save_every=ckpt.Seconds(0.2), timeout=8) as checkpointer:
+        for first in (1, 101):
+            for step in range(first, first + 100):
+                time.sleep(0.01)
+                checkpointer.step(state, step)
+            checkpointer.maybe_finalize(blocking=True)
+            found.append([saved for saved in checkpointer.all_steps() if saved >= first])
+            dist.barrier()
+            dist.destroy_process_group()
+            files = dist.FileStore(f"{root}.{first}", world_size)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", rank=rank, world_size=world_size, store=files)
+    return found
+
+
+def test_saves_go_on_when_the_process_groups_are_made_anew(tmp_path: Path) -> None:
+    first, second = run_ranks(_train_in_two_groups, 2, str(tmp_path / "root"), timeout=100)
+    assert first.value == second.value
+    assert all(first.value)
+
+
 @pytest.fixture(params=[0, 1], ids=["rank 0 is slow", "rank 1 is slow"])
 def slow(request: pytest.FixtureRequest) -> int:
     return int(request.param)
