@@ -213,7 +213,8 @@ class Checkpointer(Uncopied):
         """
         with self._schedule.due(step) as due:
             if due == "save":
-                self.async_save(state, step, metrics=metrics)
+                if self.async_save(state, step, metrics=metrics) is None:
+                    self._schedule.save_failed()
             elif due == "snapshot":
                 self.snapshot(state, step)
             else:

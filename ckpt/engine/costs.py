@@ -15,13 +15,15 @@ _QUIET = 101  # steps whose median is the time of a step beside which nothing is
 _LEAST_QUIET = 3
 _MOST = 1e12  # seconds, or faults
 _SAVES = 8  # whose mean is the cost of a save
+_PAUSE = 10  # a step beside a save that takes more than so many others is a pause of the loop, such as an evaluation
 
 
 class Costs:
     """The costs of saves, or of snapshots. For the thread that trains, on the rank that decides when to save.
 
     A save costs the time by which the steps from its begin until it is published are longer than others, and at least
-    what its call took. `clock` returns seconds that only grow.
+    what its call took. Pauses of the loop meanwhile, such as an evaluation, are not its cost. `clock` returns seconds
+    that only grow.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -66,16 +68,21 @@ class Costs:
         if self._open and not is_in_flight:
             self._close(now)
 
-    def begin(self, stall_s: float) -> None:
-        """Note a save that was begun just now; its call took `stall_s`."""
+    def begin(self, stall_s: float, *, is_measured: bool = True) -> None:
+        """Note a save that was begun just now; its call took `stall_s`. Not measured if it has failed already."""
         now = self._clock()
         if self._open:
             self._close(now)
-        self._begun_at, self._stall_s, self._open = now - stall_s, stall_s, []
+        self._begun_at, self._stall_s, self._open = now - stall_s, stall_s, [] if is_measured else None
+        if not is_measured:
+            self._stepped_at = None  # the next step does not count: the call was in it
 
     def _close(self, now: float) -> None:
         assert self._open is not None
-        more_s = sum(self._open) - len(self._open) * self.step_s if len(self._quiet) >= _LEAST_QUIET else 0.0
+        more_s, step_s = 0.0, self.step_s
+        if len(self._quiet) >= _LEAST_QUIET:
+            beside = [self._open[0] - self._stall_s, *self._open[1:]]  # the call was in the first one
+            more_s = self._stall_s + sum(min(took_s, _PAUSE * step_s) - step_s for took_s in beside)
         self._costs.append(max(more_s, self._stall_s))
         self._latency_s = now - self._begun_at
         self._open = None

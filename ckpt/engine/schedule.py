@@ -9,7 +9,8 @@ appointments; each says what is done at its step, and when the next one is:
     others    └─ read ───┴─ read ────┴─ read ────┴─ read         once at each appointment, not in each step
 
 An appointment was made one interval before, ten seconds at most, so ranks hardly ever wait for it. All ranks come to
-the same steps, hence they do the same. A restart begins a new row, in another process group or after a restore.
+the same steps, hence they do the same. A new row begins after a restore, and after a restart, and when the program
+has made its process groups anew.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -43,7 +45,6 @@ _SAVES = 2  # without `step`, until a warning: the first one may be the last ste
 _LEAST_S, _AHEAD_S = 0.5, 10.0  # from one appointment to the next, in whole steps
 _PAUSE_S = 0.005
 _CHANGED = 1.25  # an interval that differs by this factor from the one that was told is told
-_KEPT = 64  # appointments; no rank is so far behind
 
 Action = Literal["save", "snapshot"]
 
@@ -57,10 +58,14 @@ class _Appointment(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """A row of appointments, by a name that no other one has: `number` is that of the next one, at `step`."""
+    """A row of appointments, by a name that no other one has: `number` is that of the next one, at `step`.
+
+    `whole_store` is the store of the process groups that it is in; None without one.
+    """
 
     name: str
     step: int
+    whole_store: weakref.ref[Any] | None
     number: int = 0
 
 
@@ -84,6 +89,8 @@ class Schedule:
         self._agreed = [(action, pace) for action, pace in paces if pace is not None and pace.needs_agreement]
         self._ranks = ranks
         self._timeout_s = settings.timeout_s
+        self._kept = max(64, math.ceil(settings.timeout_s / _LEAST_S))  # as late as a rank may be
+        self._has_failed = False  # the save that is being begun
         self._in_flight = in_flight
         self._clock = clock
         self._saves: int | None = 0  # without `step`; None once that was called, or warned of
@@ -108,11 +115,15 @@ class Schedule:
             action = "save"
         elif self._keep_every is not None and self._keep_every.is_due_at(step):
             action = "snapshot"
-        begin = self._clock()
+        begin, self._has_failed = self._clock(), False
         yield action
         if action is not None:
             for each in (action, "snapshot") if action == "save" else (action,):  # a save is a snapshot, too
-                self._costs[each].begin(self._clock() - begin)
+                self._costs[each].begin(self._clock() - begin, is_measured=not self._has_failed)
+
+    def save_failed(self) -> None:
+        """Note that the save that is being begun has failed: the time until then is not what saves cost."""
+        self._has_failed = True
 
     def note_save(self) -> None:
         """Note a save. Warns once if the schedule has no effect, as `step` is not called."""
@@ -145,12 +156,16 @@ class Schedule:
     def _appointed(self, step: int) -> Action | None:
         """Return what is due at a step by appointment."""
         decides = self._ranks.rank == COORDINATOR
-        row = self._row
-        if row is None:
-            self._count_faults()
+        row, store = self._row, self._ranks.whole_store()
+        is_elsewhere = (
+            row is not None and store is not None and (row.whole_store is None or row.whole_store() is not store)
+        )
+        if row is None or is_elsewhere:
+            if row is None:
+                self._count_faults()
             self._ranks.doing = "the schedule of saves"
             name = self._ranks(os.urandom(8).hex().encode())[COORDINATOR].decode()
-            row = self._row = _Row(name, step)
+            row = self._row = _Row(name, step, None if store is None else weakref.ref(store))
             if decides:
                 self._put(row, 0, _Appointment(None, step + 1))
         self._costs["save"].note_step(len(self._in_flight()) > 0)
@@ -228,8 +243,8 @@ class Schedule:
             return
         store = self._store()
         store.set(f"pace/{row.name}/{number}", value)
-        if number >= _KEPT:
-            store.delete_key(f"pace/{row.name}/{number - _KEPT}")
+        if number >= self._kept:
+            store.delete_key(f"pace/{row.name}/{number - self._kept}")
 
     def _read(self, row: _Row, step: int) -> _Appointment:
         """Return the next appointment of a row. Waits only if rank 0 is more than an appointment behind."""

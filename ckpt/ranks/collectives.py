@@ -223,6 +223,14 @@ class Ranks(Group):
         group = distributed.group.WORLD if self._group is None else self._group
         return distributed.PrefixStore(f"ckpt/{group.group_name}", distributed.distributed_c10d._get_default_store())
 
+    def whole_store(self) -> Any:
+        """Return the store of all process groups, another object when they are made anew; None without a group."""
+        distributed = torch_distributed()
+        try:
+            return None if distributed is None else distributed.distributed_c10d._get_default_store()
+        except ValueError:  # destroyed just now
+            return None
+
     def _meet(self) -> None:
         """Wait until all ranks have arrived."""
         try:

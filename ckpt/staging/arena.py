@@ -97,13 +97,14 @@ class Slot:
         if self._memory is None or self._is_for_gpu:
             return
         memory = self._memory
-        self.step, self.prepared_for, self.described_for = None, None, None
+        self.step, self.prepared_for, self.described_for = None, (), None  # not zero as long as it is not cleared
         memory.stop()
         self.tensor[-_LABEL_BYTES:].zero_()  # from now on it is no share of a save, see `ckpt/saving/share.py`
 
         def clear() -> None:
             memory.join()
             self.region.clear()
+            self.prepared_for = None
 
         self._memory, self._clearing = None, JoinableThread(clear, "ckpt-arena-clear")
         self._clearing.start()

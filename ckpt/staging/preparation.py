@@ -58,6 +58,8 @@ class Preparation:
     def check(self) -> None:
         """Raise OSError, or the error of CUDA, if the memory cannot be had. To be called when it `is_over`."""
         self._ready.result()
+        if self._error is not None:  # of a block that a save took when the thread found none left
+            raise self._error
 
     def hurry(self, limit_s: float) -> None:
         """Work on it, with as many threads as the copies of a save, at most about `limit_s`, until it is over."""

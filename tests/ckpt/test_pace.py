@@ -87,6 +87,8 @@ class _Job:
         self.saved: list[tuple[int, float]] = []
         self.kept: list[int] = []
         self._published_at = 0.0
+        self.evaluates: set[int] = set()  # steps behind which there is an evaluation
+        self.fails: set[int] = set()  # saves, by their number, that wait for long, and then fail
         with ckpt.Checkpointer(tmp_path, save_every=save_every, snapshots=snapshots) as real:
             settings = real._parts.settings
         self.schedule = Schedule(settings, Ranks(), lambda: range(self.is_in_flight), lambda: self.now)
@@ -102,10 +104,16 @@ class _Job:
             with self.schedule.due(step) as action:
                 if action == "save":
                     self.saved.append((step, self.now))
+                    if len(self.saved) in self.fails:
+                        self.now += 600.0
+                        self.schedule.save_failed()
+                        continue
                     self.now += self.stall_s
                     self._published_at = self.now + self.latency_s
                 elif action == "snapshot":
                     self.kept.append(step)
+            if step in self.evaluates:
+                self.now += 300.0
         return [step for step, _ in self.saved[before:]]
 
     @property
@@ -136,6 +144,57 @@ def test_saves_stay_within_the_budget(tmp_path: Path) -> None:
     cost_s = job.stall_s + 4 * job.slow_s  # four slow steps until it is published
     taken = len(job.saved) * cost_s / (job.now - 1000.0)
     assert 0.007 <= taken <= 0.0115
+
+
+def test_an_evaluation_beside_a_save_is_not_its_cost(tmp_path: Path) -> None:
+    job = _Job(ckpt.Budget(0.005), tmp_path)
+    first = job.train(range(1, 100))[0]
+    again = _Job(ckpt.Budget(0.005), tmp_path)
+    again.evaluates = {first}
+    again.train(range(1, 5000))
+    assert again.gaps[0] < 4000
+    assert len(again.saved) > 5
+
+
+def test_the_time_of_a_save_that_fails_is_not_its_cost(tmp_path: Path) -> None:
+    job = _Job(ckpt.Budget(0.01), tmp_path)
+    job.fails = {3}
+    job.train(range(1, 2000))
+    assert max(job.gaps) < 1000
+    recorded = job.schedule.measured
+    assert recorded is not None
+    assert recorded["save"]["cost_s"] < 2
+
+
+def test_a_rank_may_be_behind_as_long_as_the_timeout(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, save_every=ckpt.Continuous(), timeout=100) as real:
+        settings = real._parts.settings
+    store, now = dist.HashStore(), 1000.0  # type: ignore[attr-defined]
+    first, second = (Schedule(settings, _Two(rank, store), list, lambda: now) for rank in (0, 1))
+    steps = range(1, 200)  # half a second each, so there is an appointment at each
+    found = []
+    for schedule in (first, second):
+        for step in steps:
+            now += 0.5
+            with schedule.due(step) as action:
+                found.append(action)
+    assert found[: len(steps)] == found[len(steps) :]
+
+
+class _Two(Ranks):
+    """One of two ranks, which have a store and no process group."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, rank: int, store: Any) -> None:
+        super().__init__()
+        self.rank, self._store = rank, store
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        return [b"row", b"row"]
+
+    def store(self) -> Any:
+        return self._store
 
 
 def test_optimal_follows_the_cost(tmp_path: Path) -> None:
@@ -209,6 +268,29 @@ def _train(root: str, steps: int, slow: int) -> tuple[list[int], dict[str, Any]]
         found = checkpointer.all_steps()
         report = checkpointer.last_restore
     return found, {} if report is None or report.pace is None else dict(report.pace)
+
+
+def _train_in_two_groups(rank: int, world_size: int, root: str) -> list[list[int]]:
+    found = []
+    state = {"w": torch.ones(4)}
+    with ckpt.Checkpointer(root, save_every=ckpt.Seconds(0.2), timeout=8) as checkpointer:
+        for first in (1, 101):
+            for step in range(first, first + 100):
+                time.sleep(0.01)
+                checkpointer.step(state, step)
+            checkpointer.maybe_finalize(blocking=True)
+            found.append([saved for saved in checkpointer.all_steps() if saved >= first])
+            dist.barrier()
+            dist.destroy_process_group()
+            files = dist.FileStore(f"{root}.{first}", world_size)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", rank=rank, world_size=world_size, store=files)
+    return found
+
+
+def test_saves_go_on_when_the_process_groups_are_made_anew(tmp_path: Path) -> None:
+    first, second = run_ranks(_train_in_two_groups, 2, str(tmp_path / "root"), timeout=100)
+    assert first.value == second.value
+    assert all(first.value)
 
 
 @pytest.fixture(params=[0, 1], ids=["rank 0 is slow", "rank 1 is slow"])

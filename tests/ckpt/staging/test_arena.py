@@ -4,11 +4,13 @@ import errno
 import logging
 import os
 import threading
+import time
 
 import pytest
 
 from ckpt.staging import arena as arena_module
 from ckpt.staging.arena import Arena, Slot, SlotState
+from ckpt.staging.preparation import Preparation
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.support import LeakCheck
 
@@ -208,6 +210,43 @@ def test_a_slot_that_saves_do_not_need_gives_its_memory_back(leak_check: LeakChe
         assert not again.tensor.any()
         assert again.prepared_for is None
     arena.close()
+
+
+def test_memory_that_could_not_be_given_back_is_not_taken_for_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(region: SharedMemory) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not on this kernel")
+
+    monkeypatch.setattr(SharedMemory, "clear", refuse)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    arena = Arena(1, pin=False)
+    arena.resize(SIZE)
+    slot = save(arena, 1)
+    slot.prepared_for = "a layout"
+    slot.give_back()
+    again = arena.acquire(2, no_wait)
+    assert again.tensor.any()
+    assert again.prepared_for is not None
+    arena.close()
+
+
+def test_the_last_block_may_be_the_one_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save took it, so the thread finds none left, and ends before the save knows."""
+    region = SharedMemory.create("slot", SIZE)
+    preparation = Preparation(region, None)
+
+    def populate(start: int, size: int) -> None:
+        preparation.begin()
+        while not preparation.is_over:
+            time.sleep(0.001)
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    monkeypatch.setattr(region, "populate", populate)
+    preparation.hurry(0.01)
+    with pytest.raises(OSError, match="no memory"):
+        preparation.check()
+    preparation.join()
+    region.close()
 
 
 def test_a_slot_that_is_not_needed_before_it_has_memory_gets_no_more(
