@@ -52,7 +52,7 @@ from inprocess.restart_events import RestartClock, RestartEvents
 from inprocess.settings import Settings
 from inprocess.state import Mode, State
 from inprocess.torn_locks import HeldLock
-from inprocess.unblock.process_groups import discard_process_groups
+from inprocess.unblock.process_groups import discard_process_groups, release_gloo
 
 __all__ = ["ITERATION_CODE", "RestartProtocol", "Services"]
 
@@ -248,6 +248,7 @@ class RestartProtocol:
             discard_process_groups()
             self._services.close_group_store()
             self._threads_left = self._leftovers.make_good(failure, self.state.iteration, str(self))
+            release_gloo()
         if is_restart(failure):
             return _Interrupted(monitor, None)
         if monitor.times.thrown is None and monitor.failure is None and isinstance(failure, Exception):

@@ -21,6 +21,7 @@ __all__ = [
     "destroy_groups",
     "discard_process_groups",
     "gloo_outlives_modules",
+    "release_gloo",
     "watchdog_of_nccl_ends_nothing",
 ]
 
@@ -32,6 +33,8 @@ _WATCHDOG = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "25",  # after an error it sleeps for four times that: a minute by default
 }
 """Read by torch whenever it creates a group; see its page of NCCL environment variables, and ProcessGroupNCCL.cpp."""
+
+_kept: list[Any] = []  # gloo backends of groups that the function has destroyed
 
 
 @contextlib.contextmanager
@@ -73,20 +76,24 @@ def gloo_outlives_modules() -> Iterator[None]:
     if groups is None or backend_type is None or original is None:
         yield
         return
-    kept: list[Any] = []
 
     def update(group: Any) -> Any:
         if group is None:
-            kept.extend(_gloo_backends(groups, backend_type))
+            _kept.extend(_gloo_backends(groups, backend_type))
         return original(group)
 
     groups._update_default_pg = update
     try:
         yield
+        release_gloo()  # after an exception its traceback refers to the frames
     finally:
         if groups._update_default_pg is update:  # a later change of other code stays
             groups._update_default_pg = original
-        kept.clear()
+
+
+def release_gloo() -> None:
+    """End the gloo backends that `gloo_outlives_modules` has kept: the frames of the function are freed."""
+    _kept.clear()
 
 
 def discard_process_groups(timeout: float = 5.0) -> None:

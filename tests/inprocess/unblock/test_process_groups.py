@@ -13,7 +13,7 @@ RANKS = 3
 PROGRAM = f"""
 import sys, torch
 import torch.distributed as dist
-from inprocess.unblock.process_groups import gloo_outlives_modules
+from inprocess.unblock.process_groups import gloo_outlives_modules, release_gloo
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, {RANKS}, rank == 0)
@@ -24,10 +24,20 @@ def train(number):
     model(torch.randn(4, 8)).sum().backward()  # notes an object of Python in each later operation of the thread
     dist.barrier()
     dist.destroy_process_group()
+    if number % 2:
+        raise ValueError("a fault")  # its traceback keeps the module for a while
 
 for number in range({ROUNDS}):
-    with gloo_outlives_modules():
-        train(number)
+    failure = None
+    try:
+        with gloo_outlives_modules():
+            train(number)
+    except ValueError as error:
+        failure = error.__traceback__
+    while failure is not None:
+        failure.tb_frame.f_code.co_name == "train" and failure.tb_frame.clear()
+        failure = failure.tb_next
+    release_gloo()
 store.set(f"done/{{rank}}", "")
 if rank == 0:
     store.wait([f"done/{{other}}" for other in range({RANKS})])
