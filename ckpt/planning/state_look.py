@@ -2,7 +2,8 @@
 
     containers of a level --> keys, types (the structure) and items --> tensors | objects | parts | the next level
 
-Objects are asked for their state dicts before that, in the order in which `flatten` asks: see `_ask_in_order`. Two looks with equal structures find the same names, in the same order. `parts` are left to `flatten`: values, arrays,
+Objects are asked for their state dicts before that, in the order in which `flatten` asks: see `_ask_in_order`. Two
+looks with equal structures find the same names, in the same order. `parts` are left to `flatten`: values, arrays,
 what belongs to a rank alone, containers of other kinds. A module whose state dict PyTorch makes by itself alone is not
 asked for it, as that takes 4 microseconds for each of its modules: see `_look_at_module`. Runs in the trainer.
 """

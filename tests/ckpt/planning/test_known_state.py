@@ -27,6 +27,7 @@ from ckpt.planning.flat_state import FlatState
 from ckpt.planning.known_state import KnownStates
 from ckpt.planning.state_dict import flatten
 from ckpt.planning.tensor_records import TensorRecords
+from ckpt.saving.stage import Stager
 
 _COUNT = 70  # more than are named again
 State = dict[str, Any]
@@ -640,3 +641,29 @@ def test_an_object_that_moves_tensors_when_it_is_asked(where: Callable[[Any], An
         known = flat.memory_of(paths)
         assert known is not None
         assert known[0].tolist() == [flat.tensors[path].local.data_ptr() for path in paths]
+
+
+def test_memory_that_is_replaced_while_a_save_waits_for_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot may be free and have no memory yet: waiting for that is waiting, too."""
+    model = torch.nn.Sequential(*map(torch.nn.Linear, [2] * _COUNT, [3] * _COUNT))
+    state, waits, wait = {"model": model}, [], Stager._wait_for_slot
+
+    def replace(*arguments: Any) -> None:
+        waits.append([parameter.data for parameter in model.parameters()])  # so that it is not used again
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, 5.0)
+        wait(*arguments)
+
+    monkeypatch.setattr(Stager, "_wait_for_slot", replace)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            assert checkpointer.save(state, step)
+        before = checkpointer.save_request(state, 4)
+        assert not waits
+        request = checkpointer.save_request(state, 5)
+        assert waits
+        for each in (before, request):
+            checkpointer.queue.schedule_async_request(each)
+        checkpointer.maybe_finalize(blocking=True)
+    saved = ckpt.load(tmp_path / "step_00000005")["model"]
+    assert all((tensor == 5).all() for tensor in saved.values())
