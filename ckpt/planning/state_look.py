@@ -33,6 +33,15 @@ __all__ = ["StateLook"]
 _MOST_LEVELS = 16
 _ASKED = ("state_dict", "_save_to_state_dict", "get_extra_state", "__getattribute__")
 _STANDARD = MappingProxyType({name: getattr(torch.nn.Module, name) for name in _ASKED})
+_WHERE = torch.nn.Module.register_parameter.__code__.co_filename
+_ARE_OF_PYTORCH = (
+    all(  # else a program has replaced them before this was imported
+        getattr(function, "__code__", None) is not None and function.__code__.co_filename == _WHERE
+        for name, function in _STANDARD.items()
+        if name != "__getattribute__"
+    )
+    and _STANDARD["__getattribute__"] is object.__getattribute__
+)
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
 _tables_of = itemgetter(*_TABLES)
@@ -273,7 +282,7 @@ def _is_standard(kind: type[Any]) -> bool:
         or any(hasattr(kind, name) for name in _TABLES)
     ):
         return False
-    return all(getattr(kind, name) is function for name, function in _STANDARD.items())
+    return _ARE_OF_PYTORCH and all(getattr(kind, name) is function for name, function in _STANDARD.items())
 
 
 def _items_of_tables(tables: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, ...]], list[Any], list[bool] | None]:

@@ -6,6 +6,8 @@ Every answer is compared with that of `flatten`, which remembers nothing.
 import contextlib
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from argparse import Namespace
 from collections import OrderedDict, deque
@@ -667,3 +669,27 @@ def test_memory_that_is_replaced_while_a_save_waits_for_a_slot(tmp_path: Path, m
         checkpointer.maybe_finalize(blocking=True)
     saved = ckpt.load(tmp_path / "step_00000005")["model"]
     assert all((tensor == 5).all() for tensor in saved.values())
+
+
+_REPLACED = """
+import functools, torch
+original, left_out = torch.nn.Module.state_dict, set()
+
+@functools.wraps(original)
+def state_dict(module, *arguments, **more):
+    found = original(module, *arguments, **more)
+    return {name: tensor for name, tensor in found.items() if name not in left_out}
+
+torch.nn.Module.state_dict = state_dict
+from ckpt.planning.known_state import KnownStates
+states = KnownStates()
+state = {"model": torch.nn.Sequential(*map(torch.nn.Linear, [2] * 70, [3] * 70))}
+for _ in range(3):
+    states.flatten(state)
+left_out.add("5.weight")
+assert ("model", "5.weight") not in states.flatten(state).tensors
+"""
+
+
+def test_a_state_dict_of_all_modules_that_was_replaced_before_the_import() -> None:
+    subprocess.run([sys.executable, "-c", _REPLACED], check=True)
