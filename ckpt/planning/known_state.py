@@ -164,6 +164,13 @@ class _Known:
             return None  # an object could not be asked, which `flatten` raises with its path
         if look.structure is None or look.structure != self.structure:
             return None
+        try:
+            parts = flatten_parts(zip(self.part_paths, look.parts, strict=True), asked)
+        except CheckpointError:
+            return None  # `flatten` raises it again, unless another one comes first
+        if parts.describe() != self.parts:
+            return None
+        # Only when all objects have been asked, as one of them may have given tensors of others other memory.
         records = TensorRecords.of(look.tensors)
         if records is None or not np.array_equal(records.described, self.records.described):
             return None
@@ -172,11 +179,7 @@ class _Known:
             if not self.are_distinct or not records.are_distinct:
                 return None
             self.records = records
-        try:
-            parts = flatten_parts(zip(self.part_paths, look.parts, strict=True), asked)
-        except CheckpointError:
-            return None  # `flatten` raises it again, unless another one comes first
-        if parts.describe() != self.parts or not self._are_apart(parts):
+        if not self._are_apart(parts):
             return None
         for owner, path in zip(look.owners, self.owner_paths, strict=True):
             owner.path = path

@@ -2,7 +2,8 @@
 
     containers of a level --> keys, types (the structure) and items --> tensors | objects | parts | the next level
 
-Two looks with equal structures find the same names, in the same order. `parts` are left to `flatten`: values, arrays,
+Objects are asked for their state dicts before that, in the order in which `flatten` asks: see `_ask_in_order`. Two
+looks with equal structures find the same names, in the same order. `parts` are left to `flatten`: values, arrays,
 what belongs to a rank alone, containers of other kinds. A module whose state dict PyTorch makes by itself alone is not
 asked for it, as that takes 4 microseconds for each of its modules: see `_look_at_module`. Runs in the trainer.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpt.errors import StateError
 from ckpt.paths import Path
 from ckpt.planning.data_loaders import is_data_loader
 from ckpt.planning.optimizer_classes import recorded_class
@@ -31,9 +33,20 @@ __all__ = ["StateLook"]
 _MOST_LEVELS = 16
 _ASKED = ("state_dict", "_save_to_state_dict", "get_extra_state", "__getattribute__")
 _STANDARD = MappingProxyType({name: getattr(torch.nn.Module, name) for name in _ASKED})
+_WHERE = torch.nn.Module.register_parameter.__code__.co_filename
+_ARE_OF_PYTORCH = (
+    all(  # else a program has replaced them before this was imported
+        getattr(function, "__code__", None) is not None and function.__code__.co_filename == _WHERE
+        for name, function in _STANDARD.items()
+        if name != "__getattribute__"
+    )
+    and _STANDARD["__getattribute__"] is object.__getattribute__
+)
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
 _tables_of = itemgetter(*_TABLES)
+_MOST_NESTED = 200  # containers and objects
+_LEAVES = PLAIN_TENSORS | {int, float, bool, str, bytes, NoneType, np.ndarray}
 _NO_STATEFUL = (PerRank, RngState, torch.Tensor, np.ndarray, Mapping, list, deque, tuple, Namespace)
 
 
@@ -53,6 +66,9 @@ class StateLook:
         self.owners: list[Owner] = []
         self._ask = ask
         self._named = named
+        self._modules: dict[int, tuple[Any, _Module | None]] = {}
+        if not named:  # else `flatten` has asked
+            self._ask_in_order(state)
         nodes: list[Any] = [state]
         paths: list[Path] = [()] if named else []
         for _ in range(_MOST_LEVELS):
@@ -61,6 +77,49 @@ class StateLook:
             nodes, paths = self._level(nodes, paths)
         if nodes or not self.tensors:
             self.structure = None
+
+    def _ask_in_order(self, node: Any, depth: int = 0) -> None:
+        """Ask the objects in a node, also those in their state dicts, in the order in which `flatten` does.
+
+        What they do may be a collective, and other ranks may have nothing to know: they call `flatten`. StateError if
+        the node is nested too deep.
+        """
+        if depth > _MOST_NESTED:
+            raise StateError("the state is nested too deep, or contains itself")
+        kind = type(node)
+        if kind in _LEAVES or issubclass(kind, torch.Tensor) or is_registered_value(kind):
+            return
+        items: Iterable[Any]
+        if issubclass(kind, PerRank):
+            items = (node.value,)
+        elif issubclass(kind, Mapping):
+            items = node.values()
+        elif issubclass(kind, list | deque | tuple | Namespace) and not (
+            _is_stateful(node) and not holds_tensors(node)
+        ):
+            items = vars(node).values() if issubclass(kind, Namespace) else node
+        else:
+            if not _is_stateful(node):
+                return
+            if is_data_loader(kind):
+                self._ask((), node)
+                return
+            if not issubclass(kind, _NO_STATEFUL) and self._module(node) is not None:
+                return  # PyTorch alone makes its state dict
+            items = (self._ask((), node),)
+        kinds = set(map(type, items))
+        if kinds == {dict}:  # as for each parameter in the state of an optimizer
+            kinds = set(map(type, chain.from_iterable(map(dict.values, items))))
+        if not _LEAVES.issuperset(kinds):
+            for item in items:
+                self._ask_in_order(item, depth + 1)
+
+    def _module(self, module: Any) -> _Module | None:
+        """Return what a look at a module finds, without names. It is looked at once."""
+        found = self._modules.get(id(module))
+        if found is None:
+            found = self._modules[id(module)] = module, _look_at_module(module, (), named=False)
+        return found[1]
 
     def _level(self, nodes: list[Any], paths: list[Path]) -> tuple[list[Any], list[Path]]:
         """Look at the items of the containers before, and return the items of those among them."""
@@ -144,7 +203,7 @@ class StateLook:
         assert self.structure is not None
         below: tuple[list[Any], list[Path]] = [], []
         for stateful, path in zip(nodes, paths or repeat(()), strict=False):
-            found = _look_at_module(stateful, path, named=self._named)
+            found = _look_at_module(stateful, path, named=True) if self._named else self._module(stateful)
             if found is not None:
                 structure, tensors, names = found
                 self.structure.append(structure)
@@ -164,7 +223,11 @@ def _is_stateful(node: Any) -> bool:
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
 
 
-def _look_at_module(module: Any, path: Path, *, named: bool) -> tuple[list[Any], list[torch.Tensor], list[Path]] | None:
+_Module = tuple[list[Any], list[torch.Tensor], list[Path]]
+"""The structure of a module, the tensors of its state dict, and their paths."""
+
+
+def _look_at_module(module: Any, path: Path, *, named: bool) -> _Module | None:
     """Return the structure of a module, the tensors of its state dict and, if `named`, their paths.
 
     None if its state dict cannot be told without asking for it: if a class, an object or a hook changes what PyTorch
@@ -219,7 +282,7 @@ def _is_standard(kind: type[Any]) -> bool:
         or any(hasattr(kind, name) for name in _TABLES)
     ):
         return False
-    return all(getattr(kind, name) is function for name, function in _STANDARD.items())
+    return _ARE_OF_PYTORCH and all(getattr(kind, name) is function for name, function in _STANDARD.items())
 
 
 def _items_of_tables(tables: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, ...]], list[Any], list[bool] | None]:

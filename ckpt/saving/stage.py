@@ -182,7 +182,7 @@ class Stager:
         self.check()
         plan = prepared.cached
         deadline, patience = Deadline(self._options.slot_timeout_s), Deadline(_PATIENCE_S)
-        has_waited = not self._arena.has_free()
+        has_waited = not self._arena.has_ready()
         slot = self._arena.acquire(save.step, lambda: self._wait_for_slot(deadline, save, patience), deadline)
         try:
             waited = time.perf_counter()

@@ -259,6 +259,10 @@ class Arena:
         """Return whether any slot is free."""
         return any(slot.state is SlotState.FREE for slot in self._slots)
 
+    def has_ready(self) -> bool:
+        """Return whether any slot is free and has its memory, so that `acquire` does not wait."""
+        return any(slot.is_ready for slot in self._free())
+
     def keep(self, region: SharedMemory) -> None:
         """Acquire the slot with this memory again only when no other is free, as a restore may need what it holds."""
         self._kept = next((slot for slot in self._slots if slot.region is region), None)

@@ -6,8 +6,11 @@ Every answer is compared with that of `flatten`, which remembers nothing.
 import contextlib
 import gc
 import re
+import subprocess
+import sys
 import weakref
-from collections import OrderedDict
+from argparse import Namespace
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from ckpt.planning.flat_state import FlatState
 from ckpt.planning.known_state import KnownStates
 from ckpt.planning.state_dict import flatten
 from ckpt.planning.tensor_records import TensorRecords
+from ckpt.saving.stage import Stager
 
 _COUNT = 70  # more than are named again
 State = dict[str, Any]
@@ -551,3 +555,141 @@ def test_each_save_has_the_elements_of_its_time(tmp_path: Path, change: str) -> 
                 for path, tensor in tensors.items():
                     if path[0] != "own":
                         assert torch.equal(found[path].torch(), tensor), (step, path)
+
+
+class _Told:
+    """An object that notes when it is asked."""
+
+    def __init__(self, name: str, calls: list[str], *inner: Any) -> None:
+        self._name, self._calls, self._inner = name, calls, inner
+
+    def state_dict(self) -> State:
+        self._calls.append(self._name)
+        return {"w": torch.zeros(2), "n": 1, **{f"inner{number}": each for number, each in enumerate(self._inner)}}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        raise NotImplementedError
+
+
+class _OtherTold(_Told):
+    pass
+
+
+class _StatefulList(list[Any]):
+    """Only a list for `flatten` if it holds tensors."""
+
+    def __init__(self, told: _Told) -> None:
+        super().__init__([1])
+        self.state_dict, self.load_state_dict = told.state_dict, told.load_state_dict
+
+
+def test_objects_are_asked_in_the_same_order_by_ranks_that_know_the_state_and_others() -> None:
+    """If `state_dict` is a collective, ranks would else gather parts of different objects, or wait for ever."""
+    calls: list[str] = []
+
+    def told(name: str, *inner: Any) -> _Told:
+        return _Told(name, calls, *inner)
+
+    def other(name: str, *inner: Any) -> _Told:
+        return _OtherTold(name, calls, *inner)
+
+    state: State = {
+        "tensors": _tensors(),
+        "nested": {"deeper": [torch.zeros(1), {"first": told("first")}]},
+        "model": told("model", other("inner"), told("inner")),
+        "own": ckpt.PerRank({"a": other("own")}),
+        "optimizer": other("optimizer"),
+        "namespace": Namespace(model=told("in namespace")),
+        "deque": deque([told("in deque")]),
+        "list": _StatefulList(told("list")),
+        "module": torch.nn.Linear(2, 3),
+        "average": told("average"),
+    }
+    states = KnownStates()
+    for number in range(6):
+        calls.clear()
+        flatten(state)
+        expected = list(calls)
+        calls.clear()
+        assert (type(states.flatten(state)) is not FlatState) == (number in (1, 2, 5))
+        assert calls == expected
+        if number == 2:  # the rank that knew the state looks at it, then
+            state["nested"]["deeper"].insert(1, {"more": other("more")})
+            state["average"] = other("average")
+        if number == 3:
+            state["another"] = {"x": {"y": told("y")}}
+            state["last"] = told("last")
+
+
+@pytest.mark.parametrize("where", [lambda each: each, ckpt.PerRank, lambda each: Namespace(each=each)])
+def test_an_object_that_moves_tensors_when_it_is_asked(where: Callable[[Any], Any]) -> None:
+    """The memory that they had before may be free, or that of others, when they are copied."""
+    model = torch.nn.Sequential(*map(torch.nn.Linear, [2] * _COUNT, [3] * _COUNT))
+
+    class Offloaded(_Application):
+        moves = False
+
+        def state_dict(self) -> State:
+            for parameter in model.parameters() if self.moves else ():
+                parameter.data = parameter.data.clone()
+            return {"moves": 1}
+
+    state = {"model": model, "object": where(offloaded := Offloaded())}
+    states = _known(state)
+    offloaded.moves = True
+    for _ in range(3):
+        flat = states.flatten(state)
+        paths = tuple(flat.tensors)
+        known = flat.memory_of(paths)
+        assert known is not None
+        assert known[0].tolist() == [flat.tensors[path].local.data_ptr() for path in paths]
+
+
+def test_memory_that_is_replaced_while_a_save_waits_for_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot may be free and have no memory yet: waiting for that is waiting, too."""
+    model = torch.nn.Sequential(*map(torch.nn.Linear, [2] * _COUNT, [3] * _COUNT))
+    state, waits, wait = {"model": model}, [], Stager._wait_for_slot
+
+    def replace(*arguments: Any) -> None:
+        waits.append([parameter.data for parameter in model.parameters()])  # so that it is not used again
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, 5.0)
+        wait(*arguments)
+
+    monkeypatch.setattr(Stager, "_wait_for_slot", replace)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            assert checkpointer.save(state, step)
+        before = checkpointer.save_request(state, 4)
+        assert not waits
+        request = checkpointer.save_request(state, 5)
+        assert waits
+        for each in (before, request):
+            checkpointer.queue.schedule_async_request(each)
+        checkpointer.maybe_finalize(blocking=True)
+    saved = ckpt.load(tmp_path / "step_00000005")["model"]
+    assert all((tensor == 5).all() for tensor in saved.values())
+
+
+_REPLACED = """
+import functools, torch
+original, left_out = torch.nn.Module.state_dict, set()
+
+@functools.wraps(original)
+def state_dict(module, *arguments, **more):
+    found = original(module, *arguments, **more)
+    return {name: tensor for name, tensor in found.items() if name not in left_out}
+
+torch.nn.Module.state_dict = state_dict
+from ckpt.planning.known_state import KnownStates
+states = KnownStates()
+state = {"model": torch.nn.Sequential(*map(torch.nn.Linear, [2] * 70, [3] * 70))}
+for _ in range(3):
+    states.flatten(state)
+left_out.add("5.weight")
+assert ("model", "5.weight") not in states.flatten(state).tensors
+"""
+
+
+def test_a_state_dict_of_all_modules_that_was_replaced_before_the_import() -> None:
+    subprocess.run([sys.executable, "-c", _REPLACED], check=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.planning import known_state
+from ckpt.planning.known_state import KnownStates
 from ckpt.saving import plan_cache, stage
 from ckpt.staging.arena import Arena
 from tests.support import run_ranks
@@ -32,7 +32,7 @@ _PLACES: dict[str, tuple[Any, str, Exception]] = {
     "the copy": (stage, "stage", RuntimeError("CUDA error: an illegal memory access was encountered")),
     "new memory": (Arena, "resize", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))),
     "the plan": (plan_cache, "make_save_plan", MemoryError("no memory for a plan")),
-    "the names": (known_state, "flatten", MemoryError("no memory for a copy of a value")),
+    "the names": (KnownStates, "flatten", MemoryError("no memory for a copy of a value")),
     "the queue": (ckpt.AsyncCallsQueue, "_submit", OSError(errno.EMFILE, os.strerror(errno.EMFILE))),
 }
 
