@@ -41,10 +41,11 @@ from ckpt.storage.links import refuse_link
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ALIGNMENT
 
-__all__ = ["ChunkToCompress", "FileJob", "PackWriter", "WrittenFile"]
+__all__ = ["ChunkToCompress", "FileJob", "PackWriter", "StoresBlock", "WrittenFile"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BUFFER_BYTES = 4 << 20  # so much is compressed before it is written
+StoresBlock = Callable[[memoryview, int, int], None]  # whole pages, how many bytes of them count, and where they begin
 _LEFT_OUT = np.uint64(2**64 - 1)  # of an inner chunk that lies outside of the array
 
 
@@ -202,16 +203,20 @@ class PackWriter:
         return path, self._reuse and exists_alone(path)
 
     def _write_compressed(self, job: FileJob) -> WrittenFile:
+        return self._store_blocks(job.number, lambda store: _write_chunks(job, _Pages(store)))
+
+    def _store_blocks(self, number: int, write_with: Callable[[StoresBlock], WrittenFile]) -> WrittenFile:
+        """Write a file of the pack in blocks: `write_with` is called with the function that writes one."""
         written: list[WrittenFile] = []
 
         def write(path: str, overwrite: bool) -> bool:
             def store(pages: memoryview, nbytes: int, at: int) -> None:
                 self._direct = write_pages(path, pages, nbytes, direct=self._direct, overwrite=overwrite, at=at)
 
-            written.append(_write_chunks(job, _Pages(store)))
+            written.append(write_with(store))
             return True
 
-        self._write_file(pack_file(self._rank, job.number), write)
+        self._write_file(pack_file(self._rank, number), write)
         return written[-1]
 
 
@@ -221,7 +226,7 @@ class _Pages:
     A file may have 64 MiB, and each thread writes one: so much memory would be mapped anew for each of them.
     """
 
-    def __init__(self, store: Callable[[memoryview, int, int], None]) -> None:
+    def __init__(self, store: StoresBlock) -> None:
         self._store = store
         self._pages = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
         self._filled = 0

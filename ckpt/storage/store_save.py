@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ckpt.errors import CheckpointError, FencedError, StorageError
@@ -11,7 +11,7 @@ from ckpt.ranks.failure import Failure
 from ckpt.storage.interface import NO_LINEAGE, Pending, Root
 from ckpt.storage.names import SaveId, pack_file, part_rank
 from ckpt.storage.outcomes import Abandoned, Published, SaveOutcome
-from ckpt.storage.pack_writers import PackWriter
+from ckpt.storage.pack_writers import PackWriter, StoresBlock, WrittenFile
 from ckpt.storage.records import Record, Records, record_key
 from ckpt.storage.step_documents import INTENT
 from ckpt.storage.store_step import StoreStep
@@ -44,6 +44,12 @@ class StorePackWriter(PackWriter):
 
     def _store(self, number: int, pages: memoryview, nbytes: int) -> None:
         self._objects.put(f"{self._prefix}/{pack_file(self._rank, number)}", pages[:nbytes])
+
+    def _store_blocks(self, number: int, write_with: Callable[[StoresBlock], WrittenFile]) -> WrittenFile:
+        content = bytearray()  # an object is put as a whole
+        written = write_with(lambda pages, nbytes, at: content.extend(pages[:nbytes]))
+        self._store(number, memoryview(content), len(content))
+        return written
 
 
 class StoreSave(Pending):

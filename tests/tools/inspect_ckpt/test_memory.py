@@ -39,12 +39,12 @@ def test_a_trainer_and_its_snapshots(run: Commands, tmp_path: Path) -> None:
         for step in (1, 2, 3):
             checkpointer.snapshot({"w": torch.ones(100_000)}, step)
         process = _found(run, os.getpid())[os.getpid()]
-        assert (process["kind"], _steps(process), process["expires_in_s"]) == ("trainer", [1, 2, 3], None)
+        assert (process["kind"], _steps(process), process["expires_in_s"]) == ("trainer", [2, 3], None)
         assert {(share["rank"], share["world_size"]) for share in process["shares"]} == {(0, 1)}
-        assert 1_200_000 <= process["bytes"] <= 1_300_000
+        assert 800_000 <= process["bytes"] <= 900_000  # in two slots: a third is made when one is written
         lines = [line.split() for line in run("memory").splitlines()]
         (line,) = [line for line in lines if line[0] == str(os.getpid())]
-        assert line[1:6] == ["trainer", "3,", "2,", "1", "1.2"]
+        assert line[1:5] == ["trainer", "3,", "2", "819"]
     assert _found(run, os.getpid()) == {}
 
 
