@@ -98,15 +98,12 @@ def test_an_older_step_begins_another_branch_also_while_a_save_is_in_flight(tmp_
         assert [name.partition("-")[0] for name in _left_in(checkpointer)[1]] == ["step_00000002"]
 
 
-def test_a_save_that_fails_does_not_stop_the_restore_and_is_still_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_that_fails_does_not_stop_the_restore_and_is_still_reported(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(_state(1), 1)
         checkpointer.async_save(_state(2), 1)  # which is published
         checkpointer.async_save(_state(3), 3)
         assert checkpointer.restore(_state(0)) == 3
-        assert "step 1 is already published" in caplog.text
         with pytest.raises(CheckpointError, match="step 1 is already published"):
             checkpointer.maybe_finalize()
         assert checkpointer.maybe_finalize() == [3]
