@@ -223,6 +223,7 @@ class Detector:
     def _connected_store(self) -> Any:
         """The store, with a connection of its own if it can have one: no other thread has to wait for our requests."""
         if not self._own_connection:
+            self._store.check([self._key(self._rank)])  # if its host is dead: torch would try to connect for minutes
             self._own_connection = True
             try:
                 own = self._store.clone()

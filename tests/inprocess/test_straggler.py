@@ -159,6 +159,48 @@ def test_a_restart_begins_new_statistics_and_forgets_who_has_left() -> None:
     assert second == []
 
 
+def test_the_thread_of_an_iteration_ends_with_it_also_if_the_host_of_the_store_is_killed() -> None:
+    def main(rank: int, world_size: int) -> Any:
+        kept: list[Detector] = []  # which no garbage collection ends
+        told = threading.Event()
+
+        def threads() -> int:
+            return sum(thread.name == "inprocess-stragglers" for thread in threading.enumerate())
+
+        def is_dead(store: Any) -> bool:
+            try:
+                store.check(["anything"])
+            except RuntimeError:
+                return True
+            return False
+
+        @Wrapper(**PATIENT)
+        def function(call: CallWrapper | None = None) -> int:
+            assert call is not None
+            store = call.store
+            if call.iteration == 0:
+                call.state.store.arrive("begun", str(rank))
+                call.state.store.wait_size("begun", world_size, timedelta(seconds=30))
+                if rank == 0:
+                    os._exit(3)
+                eventually(lambda: is_dead(store))
+            kept.append(Detector(store, interval=timedelta(seconds=0.05), on_change=lambda *_: told.set()))
+            while call.iteration == 0:
+                time.sleep(1)
+            eventually(lambda: threads() == 1)
+            for _ in range(LEAST_SAMPLES):
+                kept[-1].record("forward", LONG_S if rank == 1 else SHORT_S)
+            if rank == 1:  # which is rank 0 now
+                assert told.wait(30)
+            call.state.store.arrive("ended", str(rank))
+            call.state.store.wait_size("ended", world_size - 1, timedelta(seconds=30))
+            return threads()
+
+        return function()
+
+    assert rank_values(main, 3, returncodes={0: None}) == [None, 1, 1]
+
+
 def test_a_forked_child_publishes_nothing(store: dist.Store) -> None:
     detector = manual(store)
     published(detector, forward=SHORT_S)
