@@ -43,6 +43,7 @@ _MODULES = (
     "rank_filter",
     "state",
     "store",
+    "straggler",
     "terminate",
     "wrap",
 )

@@ -69,7 +69,8 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"reports", "roster"},
     {"agreement"},
     {"absent", "joining"},
-    {"completion", "finalize", "health_check", "initialize", "rank_assignment", "sections", "store", "terminate"},
+    {"completion", "finalize", "health_check", "initialize", "rank_assignment", "sections", "store", "straggler"}
+    | {"terminate"},
     {"abort", "group_store", "monitor_process", "monitor_thread", "rank_filter"},
     {"hook_compat", "nested_restarter"},
     {"hooks"},

@@ -24,6 +24,7 @@ PUBLIC_MODULES = (
     "inprocess",
     "inprocess.fault_tolerance",
     "inprocess.rank_assignment",
+    "inprocess.straggler",
 )
 
 

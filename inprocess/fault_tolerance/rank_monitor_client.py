@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -62,6 +62,7 @@ class RankMonitorClient:
         self.section_timeouts: SectionTimeouts | None = None
         self.rank_info: RankInfo | None = None
         self._recorder: Recorder | None = None
+        self._on_duration: Callable[[str, float], None] | None = None
         self._connection: MonitorConnection | None = None
         self._deleted: weakref.finalize[..., RankMonitorClient] | None = None
         self._loaded: Mapping[str, Any] | None = None
@@ -104,6 +105,7 @@ class RankMonitorClient:
         self.cfg = FaultToleranceConfig.from_kwargs(**board.config)
         self._acknowledged = not self.cfg.skip_section_response
         self._recorder = Recorder(board, self.cfg.safety_factor)
+        self._recorder.on_duration = self._on_duration
         self.hb_timeouts, self.section_timeouts = board.limits()
         if self._loaded is not None:
             self._install(*with_learned(self.hb_timeouts, self.section_timeouts, self._loaded))
@@ -203,6 +205,16 @@ class RankMonitorClient:
     def set_iteration(self, iteration: int) -> None:
         """Set the iteration of training to which events belong from now on. Not needed with Megatron."""
         self._initialized().set_iteration(iteration)
+
+    def report_durations_to(self, function: Callable[[str, float], None] | None) -> None:
+        """Call a function with name and seconds of each section that ends, such as `straggler.Detector.record`.
+
+        Not for sections that an exception has interrupted, nor for those in the background. It is called in the thread
+        that ends the section, and must not raise. None: call none any more.
+        """
+        self._on_duration = function
+        if self._recorder is not None:
+            self._recorder.on_duration = function
 
     # -- limits --------------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class Recorder:
         self.board = board
         self.calc = TimeoutsCalc(board.names, start_time=board.stamp(clock_ns) * _NS, safety_factor=safety_factor)
         self.iteration: int | None = None
+        self.on_duration: Callable[[str, float], None] | None = None
         self._clock_ns = clock_ns
         self._words = board.words
         self._slots = board.slots
@@ -117,13 +118,15 @@ class Recorder:
                 return False
             stamp = words[FROZEN_AT] or self._clock_ns() - words[OFFSET]
             try:
-                self.calc.update_on_section_close(name, stamp * _NS, learn)
+                seconds = self.calc.update_on_section_close(name, stamp * _NS, learn)
             except TimeoutsCalcError:
                 if name not in self._abandoned:
                     raise
                 self._abandoned.discard(name)
                 return False
             self.board.close_section(slot, stamp)
+        if self.on_duration is not None and learn:
+            self.on_duration(name, seconds)
         return True
 
     def close_all(self) -> None:

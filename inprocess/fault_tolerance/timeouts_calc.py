@@ -117,8 +117,11 @@ class TimeoutsCalc:
             self._gap.add(stamp - self._idle_since)
         opened[name] = stamp
 
-    def update_on_section_close(self, name: str, stamp: float | None = None, learn: bool = True) -> None:
-        """Note that a section ends. TimeoutsCalcError if it is not open. Without `learn` its time does not count."""
+    def update_on_section_close(self, name: str, stamp: float | None = None, learn: bool = True) -> float:
+        """Note that a section ends; return its seconds. TimeoutsCalcError if it is not open.
+
+        Without `learn` its time does not count.
+        """
         stamp = time.monotonic() if stamp is None else stamp
         since = self.open_sections.pop(name, None)
         if since is None:
@@ -128,6 +131,7 @@ class TimeoutsCalc:
             self._sections[name].add(stamp - since)
         if not self.open_sections:
             self._idle_since = stamp
+        return stamp - since
 
     def update_on_section_close_all(self, stamp: float | None = None) -> None:
         """Note that every open section ends."""

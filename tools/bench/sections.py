@@ -1,4 +1,4 @@
-"""Cost of section monitoring for a rank, delay until a monitor detects a hang, cost of a monitor for the node."""
+"""Cost of sections for a rank (limits, stragglers), delay until a monitor detects a hang, cost of a monitor."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from inprocess.fault_tolerance.link import LinkError
 from inprocess.fault_tolerance.rank_monitor_server import RankMonitorServer
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.start import MonitorHandle
+from inprocess.store import TCPStore
+from inprocess.straggler import Detector
 from tools.bench.harness import (
     Row,
     at_least,
@@ -42,6 +44,9 @@ _LIMIT_S = 0.5  # of the section that hangs
 _LIMITS = {"long": 600.0, "short": _LIMIT_S}
 _TARGET_LATE_S = 0.05 + 0.01 * _LIMIT_S
 _TARGET_IDLE = 0.001  # of a core
+_STEP_S = 0.1
+_SECTIONS = 10  # in a step
+_TARGET_STEP = 0.001  # of a step
 
 
 # -- cost of events ----------------------------------------------------------------------------------------------------
@@ -88,6 +93,39 @@ def _seconds_per_call(function: Callable[[], None], count: int) -> float:
     for _ in range(count):
         function()
     return (time.perf_counter() - begun) / count
+
+
+def _detector(count: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of a section of a detector of stragglers, and the share of a step that all of it takes.
+
+    The latter is processor time: sections and the end of a step, and a publication with its report once a minute.
+    """
+    sections, shares = [], []
+    store = TCPStore("127.0.0.1", 0, world_size=1)
+    detector = Detector(store, rank=0, world_size=1, interval=None)
+
+    def section() -> None:
+        with detector.section("forward"):
+            pass
+
+    def step() -> None:
+        for _ in range(_SECTIONS):
+            section()
+        detector.step()
+
+    for _ in range(_TURNS):
+        sections.append(_seconds_per_call(section, count))
+        begun = time.process_time()
+        for _ in range(count // _SECTIONS or 1):
+            step()
+        per_step = (time.process_time() - begun) / (count // _SECTIONS or 1)
+        begun = time.process_time()
+        detector.publish()
+        detector.report()
+        shares.append((per_step + (time.process_time() - begun) * _STEP_S / 60) / _STEP_S)
+    detector.close()
+    store.close()
+    return sections, shares
 
 
 # -- detection ---------------------------------------------------------------------------------------------------------
@@ -283,14 +321,18 @@ def run(options: argparse.Namespace) -> None:
         pairs = _pairs(folder, options.pairs, True)
         acknowledged = _pairs(folder, options.pairs // 20 or 1, False)
         datagrams = _datagrams(options.pairs)
+        measured, shares = _detector(options.pairs)
         late, dead = _hangs(folder, options.hangs)
         idle = _idle(folder, options.seconds)
         load = _load(folder, options.ranks, options.seconds, options.hangs)
-    micro, milli = (lambda s: f"{1e6 * s:.1f} µs"), partial(milliseconds, digits=1)
+    micro, fine = (lambda s: f"{1e6 * s:.1f} µs"), (lambda share: f"{100 * share:.3f} %")
+    milli = partial(milliseconds, digits=1)
     rows = [
         Row("start and end, shared memory", pairs, show=micro),
         Row("start and end, acknowledged", acknowledged, show=micro),
         Row("the same as two datagrams of JSON", datagrams, show=micro),
+        Row("a section of a detector of stragglers", measured, show=micro),
+        Row(f"  {_SECTIONS} of them, of a step of {_STEP_S:g} s", shares, [_TARGET_STEP] * len(shares), 1.0, fine),
         Row("hang noticed late by", late, show=milli),
         Row("  95 of 100 within", [percentile(late, 0.95)], [_TARGET_LATE_S], 1.0, milli),
         Row("  the rank has ended after", dead, show=milli),

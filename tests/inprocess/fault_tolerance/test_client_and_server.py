@@ -63,6 +63,25 @@ def test_wrong_uses(client: RankMonitorClient) -> None:
         client.calculate_and_set_section_timeouts()
 
 
+def test_durations_of_sections_are_reported(node: Node) -> None:
+    node.monitor(rank_section_timeouts=LIMITS)
+    client = RankMonitorClient()
+    found: list[tuple[str, float]] = []
+    client.report_durations_to(lambda name, seconds: found.append((name, seconds)))
+    client.init_workload_monitoring()
+    with client.section("a"), client.section("b"), client.section("without a limit"):
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="a fault"), client.section("a"):
+        raise ValueError("a fault")
+    assert [name for name, _ in found] == ["b", "a"]
+    assert 0.01 <= found[0][1] <= found[1][1]
+    client.report_durations_to(None)
+    with client.section("a"):
+        pass
+    client.shutdown_workload_monitoring()
+    assert len(found) == 2
+
+
 def test_before_initialization(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FT_RANK_MONITOR_IPC_SOCKET", raising=False)
     monkeypatch.setenv("RANK", "0")
