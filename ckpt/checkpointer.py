@@ -166,6 +166,7 @@ class Checkpointer(Uncopied):
         begin = time.perf_counter()
         self._closing.check_writable()
         self._schedule.note_save()
+        self._restores.has_prepared = True
         with self._phases("ckpt.stage"):
             due = self._parts.mirror is not None and self._parts.mirror.is_next_due(self._parts.saver.in_flight)
             pace = self._schedule.measured
@@ -200,6 +201,7 @@ class Checkpointer(Uncopied):
         """
         begin = time.perf_counter()
         self._closing.check_writable()
+        self._restores.has_prepared = True
         with self._phases("ckpt.stage"):
             self._parts.saver.snapshot(state, step, begin)
 

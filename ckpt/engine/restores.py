@@ -49,7 +49,7 @@ class Restores:
         self.last: RestoreReport | None = None
         self.current_step: int | None = None
         self._run: str | None = None  # the one that `start_over` was told
-        self._has_prepared = False  # for the first save
+        self.has_prepared = False  # for the first save
         self._seen_left: int | None = None  # the newest token, when the last restore decided what an ended run left
 
     @property
@@ -80,15 +80,15 @@ class Restores:
         self._continue_from(report, self._seen_left, ranks.rank)
         # Without a step nothing of `state` is called: an optimizer's `state_dict` may begin its state.
         if report is not None and not read_only and options.only is None:
-            self._has_prepared = True
+            self.has_prepared = True
             self._saver.warmup_in_background(state)
         return self.resume_step
 
     def first_seen(self, state: Any) -> None:
         """Begin to prepare for the first save, unless a restore has. Collective the first time, then without effect."""
-        if self._has_prepared or self._parts.settings.read_only:
+        if self.has_prepared or self._parts.settings.read_only:
             return
-        self._has_prepared = True
+        self.has_prepared = True
         if not current_restart_index():  # later a newcomer would be alone in this
             self._saver.warmup_in_background(state)
 

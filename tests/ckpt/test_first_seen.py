@@ -26,6 +26,15 @@ def test_the_first_step_prepares_and_later_ones_do_not(tmp_path: Path, leak_chec
         assert checkpointer.all_steps() == [3]
 
 
+def test_a_step_after_a_save_prepares_nothing(tmp_path: Path) -> None:
+    """The save may be in flight, and then the ranks would have to wait for its slot, in a step that saves nothing."""
+    with ckpt.Checkpointer(tmp_path, save_every=30) as checkpointer:
+        checkpointer.async_save({"w": torch.arange(10_000.0)}, 1)
+        checkpointer.step({"w": object()}, 2)  # is not looked at
+        checkpointer.maybe_finalize(blocking=True)
+        assert checkpointer.all_steps() == [1]
+
+
 def test_a_state_that_cannot_be_saved_is_an_error_at_the_first_step(tmp_path: Path) -> None:
     with (
         ckpt.Checkpointer(tmp_path, save_every=3) as checkpointer,
