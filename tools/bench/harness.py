@@ -47,7 +47,7 @@ UNBOUNDED_FAULTS: Mapping[str, Any] = MappingProxyType(
 )
 """Arguments of the wrapper, for jobs that measure one fault after the other."""
 
-_WIDTH = 130  # of a table that does not go to a terminal
+_WIDTH = 1000  # more than any table
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def print_table(title: str, rows: Iterable[Row]) -> None:
         table.add_row(*line)
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, _WIDTH)
+        console.width = max(console.width, Console(width=_WIDTH).measure(table).maximum)  # rich cuts what is longer
     console.print(table)
 
 

@@ -19,6 +19,7 @@ from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.roots import open_root
 from ckpt.validation.checks import validate
+from tests.ckpt.crash.killers import wait_until
 from tests.ckpt.crash.test_matrix import Cell, play, selected
 from tests.ckpt.mirroring.support import STALLED, damage, mirror_process
 from tests.support import run_ranks
@@ -356,12 +357,12 @@ def test_nodes_delete_what_is_removed(cluster: Cluster) -> None:
     def steps(rank: int) -> list[str]:
         return [name[:13] for name in cluster.saves(rank)]
 
-    def check() -> None:
-        assert steps(0) == steps(1) == ["step_00000002"]
+    def check(step: str = "step_00000002") -> None:  # writers delete files after the step is published
+        wait_until(lambda: steps(0) == steps(1) == [step], f"only {step}")
 
     options = {"keep": ckpt.Latest(1)}
     cluster.play(2, Run(1, [1], 2, [2], **options), check, Run(None, 4, [4], **options))
-    assert steps(0) == steps(1) == ["step_00000004"]
+    check("step_00000004")
 
 
 def test_leftovers_of_dead_saves(cluster: Cluster) -> None:
