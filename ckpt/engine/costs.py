@@ -50,7 +50,7 @@ class Costs:
 
     @property
     def measured(self) -> Measured:
-        """What is known by now."""
+        """The measurements so far."""
         cost_s = fmean(self._costs) if self._costs else None
         return Measured(cost_s, self._latency_s, self._trained_s, self._faults)
 
@@ -99,14 +99,14 @@ class Costs:
         self._begun_at, self._stepped_at, self._open = self._clock(), None, None
 
     def to_document(self) -> dict[str, Any]:
-        """Return what is known as JSON."""
+        """Return the measurements as JSON."""
         known = self.measured
         numbers = {"cost_s": known.cost_s, "latency_s": known.latency_s, "trained_s": known.trained_s}
         return {**numbers, "faults": known.faults}
 
 
 def measured_of(document: Mapping[str, Any]) -> Measured:
-    """Return what a step has recorded; what is no number counts as unknown: the document may be of a stranger."""
+    """Return the measurements that a step has recorded. A stranger may have written them: other values are unknown."""
 
     def number(name: str) -> float | None:
         value = document.get(name)

@@ -50,7 +50,7 @@ Action = Literal["save", "snapshot"]
 
 
 class _Appointment(NamedTuple):
-    """What is due at a step, and the step of the next appointment."""
+    """The action that is due at a step, and the step of the next appointment."""
 
     action: Action | None
     next_step: int
@@ -148,13 +148,13 @@ class Schedule:
 
     @property
     def measured(self) -> dict[str, Any] | None:
-        """What the job has measured, for the step to record; None if nothing depends on it."""
+        """The measurements of the job, for the step to record; None if nothing depends on them."""
         return {action: costs.to_document() for action, costs in self._costs.items()} if self._agreed else None
 
     # -- appointments --------------------------------------------------------------------------------------------------
 
     def _appointed(self, step: int) -> Action | None:
-        """Return what is due at a step by appointment."""
+        """Return the action that is due at a step by appointment."""
         decides = self._ranks.rank == COORDINATOR
         row, store = self._row, self._ranks.whole_store()
         is_elsewhere = (
@@ -196,7 +196,7 @@ class Schedule:
         return _Appointment(action, now.next_step + max(1, math.floor(ahead_s / step_s) if step_s else 1))
 
     def _wanted(self, until_s: float, begins: Action | None) -> tuple[Action | None, float]:
-        """Return what is wanted `until_s` from now, and the seconds from then until something is wanted next."""
+        """Return the action that is wanted `until_s` from now, and the seconds from then until the next one is."""
         least_s = math.inf
         for action, pace in self._agreed:
             costs = self._costs[action]

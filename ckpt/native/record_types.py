@@ -11,7 +11,7 @@ DIGEST_BYTES = 32
 PAGE_BYTES = 4096
 
 BLOCK_BYTES = 2 * PAGE_BYTES
-"""What has one hash in a digest, as in digest.c."""
+"""The bytes over which a digest makes one hash, as in digest.c."""
 
 DIGEST_KEY_BYTES = BLOCK_BYTES + 16
 

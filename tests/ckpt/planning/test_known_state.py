@@ -584,7 +584,7 @@ class _StatefulList(list[Any]):
 
 
 def test_objects_are_asked_in_the_same_order_by_ranks_that_know_the_state_and_others() -> None:
-    """If `state_dict` is a collective, ranks would else gather parts of different objects, or wait for ever."""
+    """If `state_dict` is a collective, ranks would else gather parts of different objects, or never end."""
     calls: list[str] = []
 
     def told(name: str, *inner: Any) -> _Told:
