@@ -821,6 +821,7 @@ def test_locals_of_the_failed_function_are_freed_before_finalize_and_not_by_the_
                     dist.barrier()
                 except Exception as error:
                     raise RuntimeError("in training") from error
+            dist.barrier()  # or one ends the group while the other still connects
             dist.destroy_process_group()
             return list(made)
 
