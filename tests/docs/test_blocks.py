@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import warnings
 from collections.abc import Callable
@@ -163,12 +164,15 @@ def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         if FULL or not any(word in block.text for word in _LONG):
             _prepare(block, tmp_path)
             runner.run(block)
-    if isinstance(checkpointer := runner.names.get("checkpointer"), ckpt.Checkpointer):
-        checkpointer.close()
+    for left in runner.names.values():
+        if isinstance(left, ckpt.Checkpointer | ckpt.Checkpoint):
+            left.close()
     if page == "README.md":
         assert (tmp_path / "trained" / "uploaded").read_text() == "yes"
     if page in NAMES:
         assert runner.executed
+    runner.names.clear()
+    gc.collect()  # a page may leave what it makes to the end of its process
 
 
 def _serve_a_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
