@@ -4,7 +4,7 @@ Joined by ``|`` they save when any of them wants to::
 
     Checkpointer(root, save_every=Optimal() | Steps(10_000))
 
-`Steps` needs nothing but the number of a step. The others decide from what the job measures: rank 0 does, for all.
+`Steps` needs the number of a step alone. The others need measurements of the job: rank 0 decides, for all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PRIOR_S = 6 * 3600.0  # the mean time between faults before the first one; it w
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a job has measured of its saves or its snapshots, in seconds.
+    """The measurements of a job, of its saves or of its snapshots, in seconds.
 
     cost_s: training time that one takes: the stall, and how much slower steps are until it is published; None until one
         was measured

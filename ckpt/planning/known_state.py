@@ -88,7 +88,7 @@ class _StateDicts:
 
 @dataclass(frozen=True, slots=True)
 class _KnownLeaf:
-    """What the leaf at a path has besides its memory, and the number of its tensor in a look."""
+    """The leaf at a path without its memory, and the number of its tensor in a look."""
 
     number: int
     spec: TensorSpec
@@ -118,7 +118,7 @@ class _Known:
 
     @classmethod
     def of(cls, flat: FlatState, look: StateLook, asked: _StateDicts) -> _Known | None:
-        """Return what is known now. None if the look has not found what `flatten` has, or later ones could not."""
+        """Return the known state. None if the look found other leaves than `flatten`, or later ones could."""
         if look.structure is None or any(map(torch.Tensor.is_complex, look.tensors)):
             return None  # complex ones are conjugated or not, which no record tells
         records, parts = (

@@ -23,7 +23,7 @@ _LEAST_LOSS = 0.01  # of the median step: a section that costs less is not worth
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one rank has published: its group, and its sections by name."""
+    """The summary that one rank has published: its group, and its sections by name."""
 
     group: str
     sections: Mapping[str, SectionSummary]
