@@ -24,12 +24,13 @@ class Fenced:
 def give_up(pending: Pending, reason: Failure) -> Published | Abandoned | Fenced:
     """Make sure the save is decided: abandoned for `reason`, unless it was decided before.
 
-    Fenced if another owner is to decide.
+    Fenced if another owner is to decide, or has abandoned it: this job can publish nothing any more, and is told so.
     """
     try:
         return pending.abandon(reason)
     except FencedError as error:
-        return pending.outcome() or Fenced(reason.rank, str(error))
+        outcome = pending.outcome()
+        return outcome if isinstance(outcome, Published) else Fenced(reason.rank, str(error))
     except CheckpointError:  # the storage is unusable; the other ranks find that out by themselves
         return Abandoned(reason)
 

@@ -4,8 +4,10 @@
 """
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,8 +79,8 @@ def test_a_request_of_the_earlier_owner_is_late(job_bucket: Bucket, text: str, q
         if text in _COMPLETE:
             assert outcome == [2], "complete, it was published by the later owner, before that one began a branch"
         else:
-            assert isinstance(outcome, ckpt.FencedError | ckpt.errors.SaveAbandonedError), outcome
-        with pytest.raises((ckpt.FencedError, ckpt.errors.SaveAbandonedError)):  # by itself, or by the later owner
+            assert isinstance(outcome, ckpt.FencedError), outcome
+        with pytest.raises(ckpt.FencedError):
             earlier.save(_state(3), 3)
         with pytest.raises(ckpt.FencedError):
             earlier.delete(1)
@@ -90,6 +92,44 @@ def test_a_request_of_the_earlier_owner_is_late(job_bucket: Bucket, text: str, q
     root = open_root(job_bucket.url)
     assert len(root.superseded()) == (text in _COMPLETE)
     assert root.pending() == []
+
+
+def test_a_late_save_that_the_later_owner_has_abandoned(job_bucket: Bucket, tmp_path: Path, queues: Queues) -> None:
+    """Its job is told that the root is lost to it, not the reason in the record, after which training could go on."""
+    done = tmp_path / "the writer is done"
+    deletes, looked = threading.Event(), threading.Event()
+
+    def rule(request: Request) -> None:
+        if request.method == "DELETE" or (request.method == "POST" and "?delete" in request.path):
+            deletes.set()
+            assert looked.wait(40), "nobody has looked for the intent"
+        elif request.method == "HEAD" and request.path.endswith("/intent.json"):
+            looked.set()
+            assert _becomes_true(done.exists), "the writer does not end"
+
+    with ckpt.Checkpointer(job_bucket.url, queue=queues[1]) as later:
+        earlier = as_another_program(ckpt.Checkpointer(job_bucket.url, queue=queues[0]))
+        earlier.save(_state(1), 1)
+        later.restore(_state(0))
+        later.save(_state(2), 2)
+        job_bucket.proxy.rule = rule
+        earlier.async_save(_state(3), 3)
+        queues[0].schedule_async_request(ckpt.AsyncRequest(done.touch, (), []))
+        assert deletes.wait(20)
+        root = open_root(job_bucket.url)
+        (save,) = root.pending()
+        root.clean_records()  # has listed the intent, and looks for it when it is deleted
+        assert save in root.abandoned()
+        with pytest.raises(ckpt.FencedError, match="is owned by a job that started later"):
+            earlier.maybe_finalize(blocking=True)
+        earlier.close()
+
+
+def _becomes_true(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 40
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def test_what_a_late_writer_has_put_is_deleted(job_bucket: Bucket) -> None:
