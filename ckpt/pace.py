@@ -20,6 +20,7 @@ from ckpt.arguments import check_number, duration, in_seconds, whole_number
 __all__ = ["Budget", "Continuous", "Measured", "Optimal", "Pace", "Seconds", "Steps", "pace_of"]
 
 _UNKNOWN_S = 60.0  # until a save was measured: a minute of training is not much to lose, nor is a save a minute
+_SOON = 10  # the first save is due after this part of the time between faults
 _PRIOR_S = 6 * 3600.0  # the mean time between faults before the first one; it weighs as much as one fault
 
 
@@ -170,9 +171,9 @@ class Optimal(Pace):
 
     def interval_s(self, measured: Measured) -> float:
         """See `Pace.interval_s`."""
-        if measured.cost_s is None:
-            return _UNKNOWN_S
         mtbf_s = measured.mtbf_s if self.mtbf is None else in_seconds(self.mtbf)
+        if measured.cost_s is None:  # a job with a fault a minute would never come to its first save
+            return min(_UNKNOWN_S, mtbf_s / _SOON)
         if measured.cost_s >= 2 * mtbf_s:
             return mtbf_s
         half = measured.cost_s / (2 * mtbf_s)  # Daly's formula has the time between two saves, without their cost

@@ -52,6 +52,12 @@ def test_the_interval_is_the_one_that_loses_least(cost_s: float, mtbf_s: float) 
     assert expected(max(chosen, 1.01 * cost_s)) <= 1.02 * best
 
 
+def test_the_first_save_does_not_wait_for_the_first_fault() -> None:
+    """Before a save was measured it is due within a minute, and long before a fault is likely."""
+    assert ckpt.Optimal().interval_s(Measured()) == 60
+    assert ckpt.Optimal(30.0).interval_s(Measured()) == 3
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -91,6 +91,10 @@ KINDS = {
         "the share of its time that a large job trains in spite of faults: simulated, with costs measured here",
         "tools.bench.goodput.command",
     ),
+    "pace": Kind(
+        "how often to save: what `ckpt.Optimal` loses beside fixed intervals, simulated and in a job with faults",
+        "tools.bench.pace",
+    ),
 }
 _DEFAULT = "systems"
 
