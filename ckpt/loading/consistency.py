@@ -64,7 +64,7 @@ def find_inconsistencies(index: CheckpointIndex) -> Iterator[Inconsistency]:
     """
     for path, rank, tensor in index.stored_tensors():
         boxes = tensor.boxes
-        if len(boxes) == 1 and boxes[0].is_whole:
+        if len(boxes) == 1 and boxes[0].meta.shape == tensor.shape:
             continue
         if not tile_exactly(tensor.shape, [Box(box.box_offset, box.meta.shape) for box in boxes]):
             yield Inconsistency(INDEX, _name(path, rank), "the stored boxes do not cover the tensor exactly")
