@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckpt.collection import without_collection
 from ckpt.errors import CheckpointCorruptError
 from ckpt.loading.index import CheckpointIndex, StoredTensor, parse_index
 from ckpt.paths import Path, display
@@ -30,7 +31,8 @@ def read_index(step: str | StepSource) -> CheckpointIndex:
     Raises CheckpointNotFoundError, FormatVersionError (before anything else is checked), CheckpointCorruptError,
     StorageError.
     """
-    index = parse_index(step)
+    with without_collection():
+        index = parse_index(step)
     named = PUBLISHED_STEP.fullmatch(os.path.basename(index.path.rstrip("/")))
     if named is not None and int(named[1]) != index.step:
         _log.warning(

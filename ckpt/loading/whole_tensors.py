@@ -68,8 +68,8 @@ def _forms_that_fit(reads: Sequence[Read]) -> list[bool]:
 
 def _fits(array: StoredArray, leaf: TensorLeaf) -> bool:
     meta, boxes, spec = array.meta, leaf.boxes, leaf.spec
-    if not meta.is_one_block or len(boxes) != 1 or spec.sharding is not None or 0 in meta.shape:
+    if not array.is_one_block or len(boxes) != 1 or spec.sharding is not None:
         return False
     if meta.dtype != spec.dtype or "complex" in spec.dtype:  # these may be conjugated
         return False
-    return array.tensor_shape == meta.shape == boxes[0][0].shape == spec.shape
+    return meta.shape == boxes[0][0].shape == spec.shape

@@ -65,6 +65,11 @@ class StoredArray(NamedTuple):
         """Whether the array is a whole tensor."""
         return self.meta.shape == self.tensor_shape
 
+    @property
+    def is_one_block(self) -> bool:
+        """Whether the array is a whole tensor, contiguous in the file."""
+        return self.meta.is_one_block and self.is_whole and self.region is not None
+
     def to_document(self) -> dict[str, Any]:
         """Return the entry of the index."""
         meta = self.meta
