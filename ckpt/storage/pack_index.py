@@ -198,8 +198,10 @@ class PackIndex:
     def _check_regions(self) -> None:
         members = self._in_regions
         region, offset, nbytes = self.array_places[:, members]
-        if not np.array_equal(np.unique(region), np.arange(len(self.regions))):
-            raise ValueError("a region has no arrays, or an array a region that does not exist")
+        if len(region) and region[-1] >= len(self.regions):
+            raise ValueError(f"an array is in region {region[-1]}, and there are {len(self.regions)}")
+        if not np.bincount(region, minlength=len(self.regions)).all():
+            raise ValueError("a region has no arrays")
         if max(offset.max(initial=0), nbytes.max(initial=0)) >= _MAX_BYTES // 2:
             raise ValueError(f"a region has more than {_MAX_BYTES // 2} bytes")
         copies = np.array([len(each.ranks) for each in self.regions], np.int64)
