@@ -9,7 +9,10 @@ Path = tuple[str | int, ...]
 
 def display(path: Path) -> str:
     """Return the name of the leaf at `path` for messages: its keys joined by "/", on one line."""
-    return "/".join(_printable(str(key)) for key in path) or "(the state itself)"
+    name = "/".join(map(str, path))
+    if not name.isprintable():
+        name = "/".join(_printable(str(key)) for key in path)
+    return name or "(the state itself)"
 
 
 def _printable(text: str) -> str:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckpt.collection import without_collection
 from ckpt.errors import CheckpointCorruptError
 from ckpt.loading.index import CheckpointIndex, StoredTensor, parse_index
 from ckpt.paths import Path, display
@@ -30,7 +31,8 @@ def read_index(step: str | StepSource) -> CheckpointIndex:
     Raises CheckpointNotFoundError, FormatVersionError (before anything else is checked), CheckpointCorruptError,
     StorageError.
     """
-    index = parse_index(step)
+    with without_collection():
+        index = parse_index(step)
     named = PUBLISHED_STEP.fullmatch(os.path.basename(index.path.rstrip("/")))
     if named is not None and int(named[1]) != index.step:
         _log.warning(
@@ -64,7 +66,7 @@ def find_inconsistencies(index: CheckpointIndex) -> Iterator[Inconsistency]:
     """
     for path, rank, tensor in index.stored_tensors():
         boxes = tensor.boxes
-        if len(boxes) == 1 and boxes[0].is_whole:
+        if len(boxes) == 1 and boxes[0].meta.shape == tensor.shape:
             continue
         if not tile_exactly(tensor.shape, [Box(box.box_offset, box.meta.shape) for box in boxes]):
             yield Inconsistency(INDEX, _name(path, rank), "the stored boxes do not cover the tensor exactly")

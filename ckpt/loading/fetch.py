@@ -11,8 +11,9 @@ import numpy as np
 
 from ckpt.errors import CheckpointCorruptError
 from ckpt.loading.index import CheckpointIndex, StoredTensor
+from ckpt.native import CHECKSUM_BYTES
 from ckpt.planning.boxes import Box
-from ckpt.storage.chunk_reader import ArrayRead, ChunkReader, WholeRead
+from ckpt.storage.chunk_reader import NO_WHOLE_READS, ArrayRead, ChunkReader, WholeReads
 from ckpt.storage.dtypes import stored
 
 __all__ = ["Fetch", "BoxRead"]
@@ -76,7 +77,7 @@ class Fetch:
                     found.update(self._reader.files(name, part, inside, overlap.shape))
         return found
 
-    def read(self, wanted: Sequence[BoxRead], whole: Sequence[WholeRead] = ()) -> None:
+    def read(self, wanted: Sequence[BoxRead], whole: WholeReads = NO_WHOLE_READS) -> None:
         """Fill every destination. No read is pending when this returns or raises.
 
         Raises CheckpointCorruptError, naming tensor, chunk and file; the destinations are undefined then.
@@ -90,7 +91,12 @@ class Fetch:
                 reads += self._parts(want)
         self._reader.read(reads, whole)
         self.bytes_read += sum(want.destination.nbytes for want in wanted)
-        self.bytes_read += sum(read.array.meta.inner_chunk_bytes for read in whole)
+        self.bytes_read += self.whole_bytes(whole)
+
+    def whole_bytes(self, reads: WholeReads) -> int:
+        """Return the bytes of the elements of whole arrays."""
+        stored_bytes = self._index.packs.array_places[2, reads.numbers]
+        return int(stored_bytes.sum()) - CHECKSUM_BYTES * len(stored_bytes)
 
     def _parts(self, want: BoxRead) -> Iterator[ArrayRead]:
         """Yield the reads of the arrays that a tensor is stored as."""

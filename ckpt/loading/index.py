@@ -50,10 +50,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     boxes: list[StoredArray] = field(default_factory=list)
 
-    def has_form(self, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Return whether it is of a dtype and shape."""
-        return self.dtype == dtype and self.shape == shape
-
 
 @dataclass
 class CheckpointIndex:
@@ -98,9 +94,9 @@ class CheckpointIndex:
             for rank, tensor in own.items():
                 yield path, rank, tensor
 
-    def names(self) -> dict[Path, tuple[Path, ...]]:
-        """Return the names of the step that belong to no single rank, the same on all ranks, each with those here."""
-        return self.moved or {path: (path,) for path in (*self.tensors, *self.values, *self.aliases)}
+    def names(self) -> tuple[Path, ...]:
+        """Return the names of the step that belong to no single rank: the same on all ranks."""
+        return tuple(self.moved or dict.fromkeys((*self.tensors, *self.values, *self.aliases)))
 
     def tensor(self, path: Path, rank: int | None = None) -> StoredTensor | None:
         """Return the tensor at `path`, or at the path it is an alias of; with a `rank`, that rank's own one."""
@@ -125,7 +121,10 @@ def parse_index(step: str | StepSource) -> CheckpointIndex:
         packs = _read_packs(source, summary)
         index = CheckpointIndex(source, summary, packs)
         for array in packs.arrays:
-            _tensor(index, array).boxes.append(array)
+            if array.rank is None and array.path not in index.tensors:
+                index.tensors[array.path] = StoredTensor(array.meta.dtype, array.tensor_shape, [array])
+            else:
+                _tensor(index, array).boxes.append(array)
     with well_formed(os.path.join(path, "state.json")):
         _add_state(index, read_vouched(source, "state.json", summary["state"]))
     return index

@@ -26,7 +26,6 @@ __all__ = [
     "Mismatch",
     "Read",
     "is_below",
-    "is_one_block",
     "known_names",
     "lacking",
     "match_state",
@@ -100,6 +99,7 @@ def match_state(
     """
     match = Match()
     present = _Present(index, rank)
+    all_count = not ignored and options.only is None  # so `skipped` need not be called for each of ten thousand
 
     def skipped(path: Path) -> bool:
         return (bool(ignored) and is_below(path, ignored)) or (options.only is not None and not options.selects(path))
@@ -109,17 +109,18 @@ def match_state(
         if not skipped(path):
             other_names.setdefault(target, []).append(path)
     for path, leaf in flat.tensors.items():
-        if skipped(path):
+        if not all_count and skipped(path):
             continue
-        stored, spec = None if path in index.aliases else index.tensors.get(path), leaf.spec
-        if stored is not None and leaf.writeable and not spec.per_rank and stored.has_form(spec.dtype, spec.shape):
+        stored, spec = index.tensors.get(path), leaf.spec
+        fits = stored is not None and stored.dtype == spec.dtype and stored.shape == spec.shape
+        if stored is not None and fits and leaf.writeable and not spec.per_rank and path not in index.aliases:
             match.reads.append((path, stored, leaf))  # most of them
         else:
             _match_tensor(match, index, present, path, leaf, rank, options, other_names.get(path, ()))
     for path, value in flat.values.items():
         if not skipped(path):
             _match_value(match, index, present, path, value, rank)
-    read = {path: tensor for path, tensor, _ in match.reads}
+    read = {path: tensor for path, tensor, _ in match.reads} if flat.aliases else {}
     for path, target in flat.aliases.items():
         if skipped(path):
             continue
@@ -136,9 +137,12 @@ def match_state(
             inside = index.per_rank_containers.get(path, {}).get(rank) if of_rank else index.containers.get(path)
             _match_subclass(match, index, path, container, inside)
     known = flat.tensors.keys() | flat.values.keys() | flat.aliases.keys()
-    names = index.names()
-    match.names = tuple(names)
-    match.known = bytes([all(path in known or skipped(path) for path in here) for here in names.values()])
+    match.names = index.names()
+    if all_count and not index.moved:
+        match.known = bytes(map(known.__contains__, match.names))
+    else:
+        names = (index.moved.get(name, (name,)) for name in match.names)
+        match.known = bytes([all(path in known or skipped(path) for path in here) for here in names])
     match.mismatches += [
         Mismatch(path, f"unexpected: {display(path)} (of this rank)")
         for path in _names_of_rank(index, rank)
@@ -181,17 +185,6 @@ class _Present:
 def is_below(path: Path, prefixes: Collection[Path]) -> bool:
     """Return whether `path` is one of the `prefixes`, or below one."""
     return bool(prefixes) and any(path[:length] in prefixes for length in range(len(path) + 1))
-
-
-def is_one_block(tensor: StoredTensor, leaf: TensorLeaf) -> bool:
-    """Return whether the leaf of a tensor is all of it, and it is stored as one block."""
-    array, boxes = tensor.boxes[0], leaf.boxes
-    meta = array.meta
-    if leaf.local.nbytes != meta.inner_chunk_bytes:  # an object may have resized it when it was tried
-        return False
-    if not meta.is_one_block or array.region is None or len(boxes) != 1 or leaf.spec.sharding is not None:
-        return False
-    return array.tensor_shape == meta.shape == boxes[0][0].shape == leaf.spec.shape
 
 
 def lacking(match: Match, unexpected: Iterable[Path], options: RestoreOptions) -> list[str]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import numpy as np
 import torch
 
+from ckpt.collection import without_collection
 from ckpt.errors import CheckpointError
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.planning.boxes import Box
+from ckpt.storage.chunk_reader import WholeReads
 from ckpt.storage.dtypes import torch_dtype
 
 __all__ = ["read_into", "read_tensor", "read_tensors"]
@@ -27,28 +30,37 @@ def read_tensors(
     device: torch.device | str | None,
 ) -> dict[_K, torch.Tensor]:
     """Read whole tensors, which have names for messages, into new ones with the keys given."""
-    fetch = _fetch(index)
-    made: dict[_K, torch.Tensor] = {}
+    with without_collection():
+        made = {key: _new(name, tensor, dtype, device) for key, (name, tensor) in stored.items()}
+    numbers: list[int] = []
+    addresses: list[int] = []
     direct: list[BoxRead] = []
     bounced: list[BouncedRead] = []
-    for key, (name, tensor) in stored.items():
-        as_stored = torch_dtype(tensor.dtype)
-        convert = dtype is not None and as_stored.is_floating_point and as_stored.itemsize > 1
-        try:
-            target = torch.empty(tensor.shape, dtype=dtype if convert else as_stored, device=device)
-        except RuntimeError as error:  # more bytes than there is memory, or a device that is not there
-            raise CheckpointError(f"{name}: no memory for {tensor.dtype}{list(tensor.shape)}: {error}") from error
-        if target.is_meta:
-            raise ValueError("a tensor on the meta device has no elements to read")
-        made[key] = target
+    for (name, tensor), target in zip(stored.values(), made.values(), strict=True):
         whole = Box.whole(tensor.shape)
-        if target.is_cpu and target.dtype == as_stored:
-            direct.append(BoxRead(name, tensor, whole, as_numpy(target)))
-        else:
+        if not target.is_cpu or target.dtype != torch_dtype(tensor.dtype):
             bounced.append(BouncedRead(name, tensor, whole, target))
-    fetch.read(direct)
+        elif tensor.boxes[0].is_one_block:
+            numbers.append(tensor.boxes[0].number)
+            addresses.append(target.data_ptr())
+        else:
+            direct.append(BoxRead(name, tensor, whole, as_numpy(target)))
+    fetch = _fetch(index)
+    fetch.read(direct, WholeReads(np.array(numbers, np.int64), np.array(addresses, np.int64)))
     read_bounced(fetch, bounced)
     return made
+
+
+def _new(name: str, stored: StoredTensor, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.Tensor:
+    as_stored = torch_dtype(stored.dtype)
+    convert = dtype is not None and as_stored.is_floating_point and as_stored.itemsize > 1
+    try:
+        target = torch.empty(stored.shape, dtype=dtype if convert else as_stored, device=device)
+    except RuntimeError as error:  # more bytes than there is memory, or a device that is not there
+        raise CheckpointError(f"{name}: no memory for {stored.dtype}{list(stored.shape)}: {error}") from error
+    if target.is_meta:
+        raise ValueError("a tensor on the meta device has no elements to read")
+    return target
 
 
 def read_tensor(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -13,24 +15,30 @@ from ckpt.paths import Path, display
 
 __all__ = ["check_overlaps"]
 
+_nbytes = attrgetter("nbytes")
 _MOST_WORK = 10_000  # of numpy, which solves a hard problem for each pair
 
 
-def check_overlaps(reads: Iterable[Read], step: int) -> None:
+def check_overlaps(reads: Sequence[Read], step: int) -> None:
     """Raise StateError, naming both, if two tensors to be read have some of their elements in the same memory.
 
     Tensors that are the same memory in the same form are one tensor with two names; they are not among the reads twice.
     """
-    plain = [(path, leaf.local) for path, _, leaf in reads if leaf.local.nbytes]
-    begins = np.array([tensor.data_ptr() for _, tensor in plain], np.uint64)
-    extents = [tensor.nbytes if tensor.is_contiguous() else _extent(tensor) for _, tensor in plain]
-    ends = begins + np.array(extents, np.uint64)
+    read = [leaf.local for _, _, leaf in reads]
+    sizes = list(map(_nbytes, read))
+    tensors = list(compress(read, sizes))
+    begins = np.array(list(map(torch.Tensor.data_ptr, tensors)), np.uint64)
+    if all(map(torch.Tensor.is_contiguous, tensors)):
+        ends = begins + np.array(list(compress(sizes, sizes)), np.uint64)
+    else:
+        ends = begins + np.array(list(map(_extent, tensors)), np.uint64)
     order = np.lexsort((ends, begins))
     if not (begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
         return
+    paths = list(compress((path for path, _, _ in reads), sizes))
     before: list[tuple[str, int, Path, torch.Tensor]] = []
     for number in order.tolist():
-        path, tensor = plain[number]
+        path, tensor = paths[number], tensors[number]
         device, begin, end = str(tensor.device), int(begins[number]), int(ends[number])
         before = [other for other in before if other[0] != device or other[1] > begin]
         for other_device, _, other_path, other in before:

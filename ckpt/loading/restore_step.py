@@ -28,7 +28,7 @@ from ckpt.loading.consistency import read_index
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.handover import Handovers
 from ckpt.loading.index import CheckpointIndex
-from ckpt.loading.match import Match, Read, is_below, is_one_block, known_names, match_state, unknown_on_all_ranks
+from ckpt.loading.match import Match, Read, is_below, known_names, match_state, unknown_on_all_ranks
 from ckpt.loading.optimizers import Optimizers
 from ckpt.loading.options import RestoreOptions, renamed
 from ckpt.loading.overlaps import check_overlaps
@@ -39,12 +39,12 @@ from ckpt.loading.state_update import StateUpdate
 from ckpt.loading.step_hold import HeldSource
 from ckpt.loading.structure import Structure
 from ckpt.loading.unkept import lost_names, warn_of_lost
+from ckpt.loading.whole_tensors import divided
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten
 from ckpt.progress import polled
 from ckpt.ranks.group import Alone, CollectivePhase, Group
-from ckpt.storage.chunk_reader import WholeRead
 from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.step_source import StepSource
 
@@ -386,19 +386,14 @@ class _Attempt:
     def _fetch(self, reads: list[Read], filled: frozenset[Path], *, is_trial: bool = False) -> int:
         """Read from storage what is not filled, and return the number of bytes; in a trial, into new tensors."""
         fetch = self._require(reads, filled)
-        whole: list[WholeRead] = []
+        left = [read for read in reads if read[0] not in filled] if filled else reads
+        whole, others = divided(self.index.packs, left)
         direct: list[BoxRead] = []
         bounced: list[BouncedRead] = []
-        nbytes = 0
-        for path, tensor, leaf in reads:
-            if path in filled:
-                continue
+        nbytes = fetch.whole_bytes(whole)
+        for path, tensor, leaf in others:
             local = leaf.local
             plain = local.is_cpu and leaf.spec.dtype == tensor.dtype and not local.is_conj() and not local.is_neg()
-            if plain and is_one_block(tensor, leaf) and local.is_contiguous():
-                whole.append(WholeRead(path, tensor.boxes[0], local.data_ptr()))
-                nbytes += local.nbytes
-                continue
             name = display(path)
             for box, at in leaf.boxes:
                 target = local if box.shape == local.shape else local[Box(at, box.shape).slices((0,) * len(at))]

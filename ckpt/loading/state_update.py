@@ -48,7 +48,7 @@ class StateUpdate:
         self._owners = sorted(owners, key=lambda owner: isinstance(owner.stateful, RngState))
         self._may_refuse = [owner for owner in self._owners if may_refuse(owner)]
         below = {owner.path for owner in self._may_refuse}
-        reads = [read for read in match.reads if is_below(read[0], below)]
+        reads = [read for read in match.reads if is_below(read[0], below)] if below else []
         new = set(structure.new)
         old = [read for read in reads if not is_below(read[0], new)]
         self._old = old if sum(_nbytes(read) for read in old) <= _KEPT_BYTES else []

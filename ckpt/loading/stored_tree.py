@@ -65,8 +65,7 @@ class StoredTree:
 
     def has_tensors(self, path: Path, keys: Iterable[Any]) -> bool:
         """Return whether there is a plain tensor at each of these keys below a path. False if one is an alias."""
-        tensors = self._tensors
-        return all((*path, key) in tensors for key in keys)
+        return all(map(self._tensors.__contains__, map(path.__add__, zip(keys))))
 
     def is_value(self, path: Path) -> bool:
         """Return whether one value is at a path."""

@@ -273,7 +273,7 @@ def _is_parameter(item: Any) -> bool:
 
 
 def _are_tensors(items: Collection[Any]) -> bool:
-    return all(isinstance(item, torch.Tensor) for item in items)
+    return all(issubclass(kind, torch.Tensor) for kind in set(map(type, items)))
 
 
 def _is_by_name(node: Mapping[Any, Any], keys: Mapping[Any, Any]) -> bool:

@@ -15,13 +15,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointTimeoutError, StorageError
 from ckpt.native import CHECKSUM_BYTES, SEGMENT
-from ckpt.paths import Path, display
+from ckpt.paths import display
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import corrupt, verify_chunk
 from ckpt.storage.chunk_layout import indices
@@ -33,7 +33,7 @@ from ckpt.storage.pack_index import ChunkPlace, PackIndex, StoredArray
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import OpenFile, StepSource, step_source
 
-__all__ = ["ArrayRead", "ChunkReader", "WholeRead"]
+__all__ = ["ArrayRead", "NO_WHOLE_READS", "ChunkReader", "WholeReads"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _Index = tuple[int, ...]
@@ -73,15 +73,19 @@ class ArrayRead:
             raise ValueError(f"{self.name}: box {self.offset} + {shape} is not inside {meta.shape}")
 
 
-class WholeRead(NamedTuple):
-    """A request to read all of an array that `is_one_block` to the contiguous memory at `address`.
+@dataclass(frozen=True, eq=False)
+class WholeReads:
+    """A request to read all of some arrays, each of which `is_one_block`, to contiguous memory.
 
-    Most tensors of a model are such, and small. `path` is that of the tensor, for errors. The caller keeps the memory.
+    Most tensors of a model are such, and small. `numbers` are those of the arrays in the index, `addresses` where each
+    goes. The caller keeps the memory.
     """
 
-    path: Path
-    array: StoredArray
-    address: int
+    numbers: Array
+    addresses: Array
+
+
+NO_WHOLE_READS = WholeReads(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class ChunkReader:
@@ -99,7 +103,7 @@ class ChunkReader:
         self.bytes_done = 0
         """Bytes of files whose reads have ended so far; any thread may look."""
 
-    def read(self, reads: Sequence[ArrayRead], whole: Sequence[WholeRead] = ()) -> None:
+    def read(self, reads: Sequence[ArrayRead], whole: WholeReads = NO_WHOLE_READS) -> None:
         """Fill every destination. No read is pending when this returns or raises.
 
         The destinations must not overlap. After an error their elements are undefined. Raises CheckpointCorruptError,
@@ -174,12 +178,13 @@ class ChunkReader:
         except Exception as error:
             raise _JobError(job, error) from error
 
-    def _raise(self, failed: _JobError, reads: Iterable[ArrayRead], whole: Iterable[WholeRead]) -> None:
+    def _raise(self, failed: _JobError, reads: Iterable[ArrayRead], whole: WholeReads) -> None:
         """Raise the error for a job that failed: that of the damaged chunk, if there is one."""
         job, error = failed.job, failed.error
         wanted: list[tuple[str, StoredArray, _Index, _Index]]
         wanted = [(one.name, one.array, one.offset, one.destination.shape[: len(one.offset)]) for one in reads]
-        wanted += [(display(path), each, (0,) * len(each.meta.shape), each.meta.shape) for path, each, _ in whole]
+        arrays = [self._packs.arrays[number] for number in whole.numbers.tolist()]
+        wanted += [(display(each.path), each, (0,) * len(each.meta.shape), each.meta.shape) for each in arrays]
         for name, array, offset, shape in wanted:
             for index in _chunks(array.meta, offset, shape):
                 place = _place(self._step, self._packs, name, array, index)
@@ -233,20 +238,21 @@ class _Plan:
                 place = ChunkPlace(pack_file(rank, number), base, meta.encoded_bytes(index))
                 self._shards[key] = _Shard(read.name, meta, index, place, file)
 
-    def add_whole(self, reads: Sequence[WholeRead]) -> None:
+    def add_whole(self, reads: WholeReads) -> None:
         """Add requests for whole arrays, all at once."""
-        if not reads:
+        count = len(reads.numbers)
+        if not count:
             return
-        region = np.array([array.region for _, array, _ in reads], np.int64)
-        ranks, numbers, starts = self._packs.first_copies[:, region]
-        keys, which = np.unique(np.stack([ranks, numbers]), axis=1, return_inverse=True)
-        files = [self._numbers.setdefault((rank, number), len(self._numbers)) for rank, number in keys.T.tolist()]
-        nbytes = np.array([array.meta.largest_encoded_bytes for _, array, _ in reads], np.int64) - CHECKSUM_BYTES
-        table = np.zeros((len(reads), 1 + len(SEGMENT.names or ())), np.int64)
-        table[:, 0] = np.array(files, np.int64)[which.reshape(-1)]
-        table[:, 1] = starts + np.array([array.offset for _, array, _ in reads], np.int64)
-        table[:, 2] = table[:, 5] = nbytes
-        table[:, 4] = [address for _, _, address in reads]
+        region, offset, nbytes = self._packs.array_places[:, reads.numbers]
+        ranks, numbers, starts = self._packs.first_copies
+        files = np.zeros(len(starts), np.int64)
+        for each in np.flatnonzero(np.bincount(region, minlength=len(starts))).tolist():
+            files[each] = self._numbers.setdefault((int(ranks[each]), int(numbers[each])), len(self._numbers))
+        table = np.zeros((count, 1 + len(SEGMENT.names or ())), np.int64)
+        table[:, 0] = files[region]
+        table[:, 1] = starts[region] + offset
+        table[:, 2] = table[:, 5] = nbytes - CHECKSUM_BYTES
+        table[:, 4] = reads.addresses
         table[:, 6] = 1
         self._whole.append(table)
 

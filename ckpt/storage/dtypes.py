@@ -106,6 +106,7 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+@functools.cache
 def torch_dtype(dtype_name: str) -> torch.dtype:
     """Return the dtype with this name; `StateError` if this version of torch has none. Imports torch."""
     import torch

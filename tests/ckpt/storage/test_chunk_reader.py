@@ -21,7 +21,7 @@ from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import dtypes
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import verify_chunk
-from ckpt.storage.chunk_reader import ArrayRead, ChunkReader, WholeRead
+from ckpt.storage.chunk_reader import ArrayRead, ChunkReader, WholeReads
 from ckpt.storage.compression import Compression
 from ckpt.storage.step_source import LocalStep, OpenFile
 from tests.ckpt.storage.chunks import CASES, Case, bits, boxes, elements
@@ -404,9 +404,9 @@ WHOLE = {
 }
 
 
-def _whole_reads(pack: Pack, targets: dict[str, Any]) -> list[WholeRead]:
-    arrays = zip(pack.index.arrays, targets.items(), strict=True)
-    return [WholeRead(("model", name), array, target.ctypes.data) for array, (name, target) in arrays]
+def _whole_reads(pack: Pack, targets: dict[str, Any]) -> WholeReads:
+    addresses = [target.ctypes.data for target in targets.values()]
+    return WholeReads(np.arange(len(pack.index.arrays)), np.array(addresses))
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "with a box"])
@@ -432,6 +432,6 @@ def test_a_damaged_whole_array_is_named(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[place.offset + 17] ^= 4
     path.write_bytes(data)
-    message = rf"tensor model/w3, chunk \(0,\): .*{place.file} has a wrong checksum"
+    message = rf"tensor w3, chunk \(0,\): .*{place.file} has a wrong checksum"
     with pytest.raises(CheckpointCorruptError, match=message):
         ChunkReader(str(pack.root), pack.index, threads=2, timeout_s=20).read([], _whole_reads(pack, targets))
