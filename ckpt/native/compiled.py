@@ -1,4 +1,4 @@
-"""The functions of `ckpt.native` in C: crc32c.c, digest.c, frames.c, moves.c, tensors.c. They run without the interpreter lock.
+"""The functions of `ckpt.native` in C: crc32c.c, digest.c, frames.c, moves.c and tensors.c. They run without the lock.
 
 Only those of tensors.c, which are short, keep it.
 """
