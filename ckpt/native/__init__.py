@@ -1,4 +1,4 @@
-"""Copies, CRC-32C checksums, digests and checked reads, at the speed of memory.
+"""Copies, CRC-32C checksums, digests, frames of Blosc and checked reads, at the speed of memory.
 
 `compiled` does the work, in C, if there was a C compiler when the package was installed; otherwise, or with
 CKPT_PORTABLE=1 in the environment, `portable` does, slower. Addresses are not checked: the callers pass memory that
@@ -22,6 +22,7 @@ __all__ = [
     "DIGEST_KEY_BYTES",
     "RUN",
     "SEGMENT",
+    "blosc_frame",
     "check_pieces",
     "choose",
     "copy_runs",
@@ -33,6 +34,7 @@ __all__ = [
     "warn_if_portable",
 ]
 
+_FRAME_HEAD_BYTES = 16
 _WORDS = 3 + 2 * 2  # for a matrix
 _NO_ROOM = -2
 _compiled = None if os.environ.get("CKPT_PORTABLE") == "1" else compiled.load()
@@ -61,6 +63,29 @@ def choose(most: int) -> int:
         return -1
     _engine = _compiled
     return _compiled.choose(most)
+
+
+def blosc_frame(
+    compress: int,
+    context: int,
+    content: np.ndarray[Any, np.dtype[np.uint8]],
+    itemsize: int,
+    scratch: np.ndarray[Any, np.dtype[np.uint8]],
+    frame: np.ndarray[Any, np.dtype[np.uint8]],
+) -> int | None:
+    """Write the frame of a content, and return its size; None without the compiled functions.
+
+    The content is whole elements of 2, 4 or 8 bytes. `compress` is the address of ZSTD_compress2, `context` that of a
+    context, which no other thread uses. `scratch` has at least as many bytes as the content, `frame` 16 more.
+    """
+    if _engine is portable:
+        return None
+    nbytes = content.nbytes
+    if itemsize not in (2, 4, 8) or nbytes % itemsize:
+        raise ValueError(f"{nbytes} bytes are not whole elements of 2, 4 or 8 bytes: {itemsize}")
+    if scratch.nbytes < nbytes or frame.nbytes < nbytes + _FRAME_HEAD_BYTES:
+        raise ValueError(f"no room for {nbytes} bytes in {scratch.nbytes}, or for a frame of them in {frame.nbytes}")
+    return int(_engine.blosc_frame(compress, context, content, itemsize, scratch, frame))
 
 
 def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:

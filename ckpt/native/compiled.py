@@ -1,4 +1,4 @@
-"""The functions of `ckpt.native` in C: crc32c.c, digest.c, moves.c, tensors.c. They run without the interpreter lock.
+"""The functions of `ckpt.native` in C: crc32c.c, digest.c, frames.c, moves.c and tensors.c. They run without the lock.
 
 Only those of tensors.c, which are short, keep it.
 """
@@ -49,6 +49,7 @@ class Compiled:
             raise ImportError(f"{error}: install the package again (`pip install .`)") from error
         pointer, size = ctypes.c_void_p, ctypes.c_uint64
         for name, result, *arguments in (
+            ("ckpt_blosc_frame", size, pointer, pointer, pointer, size, size, pointer, pointer),
             ("ckpt_copy_runs", None, pointer, size),
             ("ckpt_crc32c", ctypes.c_uint32, ctypes.c_uint32, pointer, size),
             ("ckpt_crc32c_choose", ctypes.c_int, ctypes.c_int),
@@ -75,6 +76,15 @@ class Compiled:
     def choose(self, most: int) -> int:
         """Select the fastest implementation of checksums up to `most`, and return which it is."""
         return int(self._library.ckpt_crc32c_choose(most))
+
+    def blosc_frame(
+        self, compress: int, context: int, content: Array, itemsize: int, scratch: Array, frame: Array
+    ) -> int:
+        own, nbytes = _address(content), content.nbytes
+        made = self._library.ckpt_blosc_frame(
+            compress, context, own, nbytes, itemsize, _address(scratch), _address(frame)
+        )
+        return int(made)
 
     def copy_runs(self, runs: np.ndarray[Any, np.dtype[Any]]) -> None:
         self._library.ckpt_copy_runs(_address(runs), len(runs))

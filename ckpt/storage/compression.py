@@ -1,11 +1,13 @@
-"""Compressed chunks: frames of Blosc, one for each inner chunk, of one block each.
+"""Compressed chunks: frames of Blosc, one for each inner chunk.
 
 Blosc (https://www.blosc.org, format 1) puts the bytes of the elements into another order, the first bytes of all, then
 the second ones, and compresses that. Floating-point numbers become a good deal smaller so: their exponents resemble
 each other. The codec ``blosc`` of Zarr v3 is known to all its readers. One block for all of a frame lets the
 compressor see all of it; the blocks that Blosc itself would choose are smaller, and take more time and space.
 
-`numcodecs` has the library. It starts no thread for a frame of one block, so any process and any thread may use it.
+`fast_zstd` makes the frames of the default, zstd at level 1 with bytes shuffled, where it can; `numcodecs`, which has
+the library, makes the others, and reads all. It starts no thread for a frame of one block, so any process and any
+thread may use it.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import numpy as np
 
 from ckpt.arguments import check_choice, whole_number
 from ckpt.errors import FormatVersionError
+from ckpt.storage.fast_zstd import FastZstd
 from ckpt.storage.regular_files import DamagedFileError
 
-__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "Compression", "compressed", "decompress", "decompressed"]
+__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "Compression", "Compressor", "decompress", "decompressed"]
 
 FRAME_BYTES = 1 << 20
 """The bytes of elements in a frame, at least, where there are as many. Small frames are larger together, and slower."""
@@ -39,8 +42,8 @@ _ZARR_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 class Compression:
     """How chunks are compressed: ``Staging(compression=Compression("zstd", level=1, shuffle="byte"))``.
 
-    codec: "zstd", which makes files smallest, or "lz4", which takes half of its time or less
-    level: from 1, the fastest, to 9
+    codec: "zstd", which makes files smallest, or "lz4", which takes less time
+    level: from 1, the fastest, to 9. Trained numbers do not become smaller than with 1
     shuffle: what is put together before that: "byte", the bytes of the elements that have the same place in them;
         "bit", their bits; or "none". None: "byte" with zstd, "bit" with lz4
 
@@ -103,14 +106,31 @@ class Compression:
         return {"name": "blosc", "configuration": configuration}
 
 
-def compressed(content: memoryview, itemsize: int, how: Compression) -> bytes:
-    """Return the frame of a content of whole elements, of at most `MAX_FRAME_BYTES`."""
-    from numcodecs import blosc  # here: only who compresses needs it
+class Compressor:
+    """Makes frames. For one thread at a time."""
 
-    assert how.shuffle is not None
-    elements = np.frombuffer(content, np.dtype((np.void, itemsize)))
-    frame: bytes = blosc.compress(elements, how.codec.encode(), how.level, _SHUFFLES.index(how.shuffle), len(content))
-    return frame
+    def __init__(self, how: Compression) -> None:
+        from numcodecs import blosc  # here: only a save with compression needs it
+
+        assert how.shuffle is not None
+        self._make_frame = blosc.compress
+        self._how = how.codec.encode(), how.level, _SHUFFLES.index(how.shuffle)
+        self._fast = FastZstd.load() if how == Compression("zstd", level=1, shuffle="byte") else None
+
+    @staticmethod
+    def room(nbytes: int) -> int:
+        """Return the most bytes that a frame of so many bytes has."""
+        return _HEAD_BYTES + nbytes
+
+    def compress(self, content: memoryview, itemsize: int, frame: memoryview) -> int:
+        """Write the frame of a content of whole elements, of at most `MAX_FRAME_BYTES`; return its size."""
+        size = None if self._fast is None else self._fast.compress(content, itemsize, frame)
+        if size is None:
+            elements = np.frombuffer(content, np.dtype((np.void, itemsize)))
+            made: bytes = self._make_frame(elements, *self._how, len(content))
+            size = len(made)
+            frame[:size] = made
+        return size
 
 
 def decompressed(frame: bytes | memoryview, nbytes: int) -> Array:

@@ -23,8 +23,8 @@ from ckpt.errors import StorageError
 from ckpt.native import CHECKSUM_BYTES, RUN, copy_runs, crc32c
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.attempts import TriesAgain, never, until_written
-from ckpt.storage.chunk_layout import checksum_to_bytes, in_pages
-from ckpt.storage.compression import compressed
+from ckpt.storage.chunk_layout import PAGE_BYTES, checksum_to_bytes, in_pages
+from ckpt.storage.compression import Compressor
 from ckpt.storage.directories import make_directories
 from ckpt.storage.files import (
     FileIdentity,
@@ -239,56 +239,72 @@ class _Pages:
 
     def append(self, data: bytes) -> None:
         """Put bytes at the end of the file."""
-        left = memoryview(data)
-        while left:
-            if self._filled == _BUFFER_BYTES:
-                self.flush()
-            part = left[: _BUFFER_BYTES - self._filled]
-            self._pages[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            left = left[len(part) :]
+        self.room(len(data))[:] = data
+        self.keep(len(data))
 
-    def flush(self) -> None:
-        """Write what is in the pages; only at the end of the file they need not be full."""
+    def room(self, nbytes: int) -> memoryview:
+        """Return memory for `nbytes` bytes at the end of the file, to which they belong when `keep` has been called."""
+        if self._filled + nbytes > len(self._pages):
+            self._make_room(nbytes)
+        return self._pages[self._filled : self._filled + nbytes]
+
+    def keep(self, nbytes: int) -> None:
+        """Let the first `nbytes` bytes of the memory that `room` has returned last belong to the file."""
+        self._filled += nbytes
+
+    def finish(self) -> None:
+        """Write what is left."""
         whole = in_pages(self._filled)
         self._pages[self._filled : whole] = bytes(whole - self._filled)
         self._store(self._pages[:whole], self._filled, self._at)
-        self._at += self._filled
-        self._filled = 0
+
+    def _make_room(self, nbytes: int) -> None:
+        """Write the pages that are full."""
+        whole = self._filled // PAGE_BYTES * PAGE_BYTES
+        if whole:
+            self._store(self._pages[:whole], whole, self._at)
+        rest = bytes(self._pages[whole : self._filled])
+        if len(rest) + nbytes > len(self._pages):
+            self._pages = memoryview(mmap.mmap(-1, in_pages(len(rest) + nbytes)))
+        self._pages[: len(rest)] = rest
+        self._at, self._filled = self._at + whole, len(rest)
 
 
 def _write_chunks(job: FileJob, pages: _Pages) -> WrittenFile:
     """Write the chunks of a file one behind the other."""
     chunks: list[tuple[int, int, int, int]] = []
     checksums: list[bytes] = []
+    how = job.to_compress[0].meta.compression  # of all chunks of a save
+    assert how is not None
+    compressor = Compressor(how)
     for chunk in job.to_compress:
         pages.append(bytes(-pages.end % ALIGNMENT))
         start = pages.end
-        checksums += _write_chunk(chunk, job.memory[chunk.offset :], pages)
+        checksums += _write_chunk(chunk, job.memory[chunk.offset :], compressor, pages)
         chunks.append((chunk.array, chunk.copy, start, pages.end - start))
-    pages.flush()
+    pages.finish()
     return WrittenFile(job.number, pages.end, crc32c(b"".join(checksums)), tuple(chunks))
 
 
-def _write_chunk(chunk: ChunkToCompress, memory: memoryview, pages: _Pages) -> list[bytes]:
+def _write_chunk(chunk: ChunkToCompress, memory: memoryview, compressor: Compressor, pages: _Pages) -> list[bytes]:
     """Write a compressed chunk; return the checksums of its inner chunks, in their order.
 
     Its elements are in `memory` as its layout puts them before compression.
     """
     meta, layout = chunk.meta, chunk.meta.layout(chunk.index)
-    assert meta.compression is not None
     checksums: list[bytes] = []
     index: Array = np.full((layout.index_entries, 2), _LEFT_OUT, "<u8")
     end = 0
     for inner in layout.inner_chunks:
         content = memory[inner.offset : inner.offset + layout.inner_chunk_bytes]
-        frame = compressed(content, meta.stored.itemsize, meta.compression)
-        checksums.append(checksum_to_bytes(crc32c(frame)))
-        pages.append(frame)
-        pages.append(checksums[-1])
+        room = pages.room(compressor.room(len(content)) + CHECKSUM_BYTES)
+        size = compressor.compress(content, meta.stored.itemsize, room)
+        checksums.append(checksum_to_bytes(crc32c(room[:size])))
+        room[size : size + CHECKSUM_BYTES] = checksums[-1]
+        pages.keep(size + CHECKSUM_BYTES)
         if meta.sharded:
-            index[inner.position] = end, len(frame) + CHECKSUM_BYTES
-        end += len(frame) + CHECKSUM_BYTES
+            index[inner.position] = end, size + CHECKSUM_BYTES
+        end += size + CHECKSUM_BYTES
     if meta.sharded:
         table = index.tobytes()
         pages.append(table + checksum_to_bytes(crc32c(table)))

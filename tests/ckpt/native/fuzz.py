@@ -1,4 +1,4 @@
-"""Random tables of copies and reads for the C code, each compared with numpy.
+"""Random tables of copies and reads for the C code, each compared with numpy, and frames, which Blosc decompresses.
 
     python -m tests.ckpt.native.fuzz LIBRARY SEED TABLES
 
@@ -124,6 +124,26 @@ def _reads(rng: random.Random, noise: Bytes) -> None:
         assert not whole or all(np.array_equal(row, line) for row, line in zip(found, lines, strict=True))
 
 
+def _frames(rng: random.Random, noise: Bytes) -> None:
+    """Frames of contents that become smaller, or partly, or not at all."""
+    from numcodecs import blosc
+
+    from ckpt.storage.fast_zstd import FastZstd
+
+    zstd = FastZstd.load()
+    if zstd is None:
+        return
+    for _ in range(rng.randrange(1, 4)):
+        itemsize = rng.choice((2, 4, 8))
+        content = noise[: (1 + _size(rng)) * itemsize].copy().reshape(-1, itemsize)
+        content[:, : rng.randrange(itemsize + 1)] &= rng.choice((0, 1, 7, 127))
+        content[rng.randrange(len(content)) :] &= rng.choice((0, 255))
+        frame = _memory(content.nbytes + 16)
+        size = zstd.compress(memoryview(content.reshape(-1)), itemsize, memoryview(frame))
+        assert size is not None
+        assert blosc.decompress(frame[:size].copy()) == content.tobytes()
+
+
 def main(library: str, seed: int, tables: int) -> None:
     """Try random tables with every implementation that the processor supports."""
     instead_of_the_installed(library)
@@ -134,7 +154,7 @@ def main(library: str, seed: int, tables: int) -> None:
         rng = random.Random(f"{seed} {number}")
         level = native.choose(rng.randrange(3))
         try:
-            rng.choice((_copies, _reads))(rng, noise)
+            rng.choice((_copies, _reads, _frames))(rng, noise)
         except AssertionError as error:
             raise SystemExit(f"seed {seed}, table {number}, level {level}: {error!r}") from error
     print(f"{tables} tables, seed {seed}: all as expected")

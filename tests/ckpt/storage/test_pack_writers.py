@@ -97,10 +97,13 @@ def test_compressed_chunks(tmp_path: Path, inner: tuple[int, ...] | None) -> Non
         assert written.crc32c == google_crc32c.value(checksums)
 
 
+@pytest.mark.parametrize("inner", [(2 << 20,), None], ids=["small frames", "large frames"])
 @pytest.mark.parametrize("file_system", [None, "ramfs"], ids=["direct", "buffered"])
-def test_compressed_files_are_written_in_blocks(tmp_path: Path, file_system: str | None, mount: Mount) -> None:
+def test_compressed_files_are_written_in_blocks(
+    tmp_path: Path, file_system: str | None, inner: tuple[int] | None, mount: Mount
+) -> None:
     """Also when a block fails: then all of them are written again."""
-    meta = ArrayMeta((11 << 20,), "uint8", (6 << 20,), (2 << 20,), Compression("lz4"))
+    meta = ArrayMeta((11 << 20,), "uint8", (6 << 20,), inner, Compression("lz4"))
     array = np.frombuffer(random_bytes(11 << 20), np.uint8)
     root = tmp_path if file_system is None else mount(file_system)
     file, chunks = job(meta, array, number=3)
