@@ -185,6 +185,7 @@ def _training(job: Job, iteration: int, lost: set[int]) -> list[int]:
     return sorted({line.process for line in told if line.process > 1} - lost)
 
 
+@full_only
 @pytest.mark.parametrize("number", range(100 if FULL else 1))
 def test_a_random_schedule_of_faults(make_lab: MakeLab, number: int) -> None:
     """Ranks raise and are killed, and one node loses its power, at any time, also while replicas are sent."""
