@@ -14,6 +14,7 @@ Output goes to files, so a process that outlives its rank and still holds its st
 
 import contextlib
 import os
+import random
 import re
 import selectors
 import signal
@@ -64,10 +65,18 @@ class RanksFailed(AssertionError):
 
 
 def free_port() -> int:
-    """Return a port of this machine that no process uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this machine that no process uses now.
+
+    It is none that the system gives to connections, which one of them could get before the caller binds it.
+    """
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for _ in range(1000):
+        port = random.SystemRandom().randrange(10_000, 1 << 16)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            if not low <= port <= high:
+                probe.bind(("", port))
+                return port
+    raise AssertionError(f"no port outside {low} to {high} (net.ipv4.ip_local_port_range) is free")
 
 
 class RankGroup:
