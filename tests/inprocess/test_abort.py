@@ -32,6 +32,7 @@ from inprocess.unblock.store_waits import interruptible_store_connections
 from tests.ckpt.crash.killers import wait_until
 from tests.inprocess.gloo_ranks import AborterThread, Meeting, OtherConnection, holdings, settled_holdings, state
 from tests.support import free_port, launch_ranks, run_ranks
+from tests.support.selection import full_only
 from tests.support.template import quick_python
 
 FREED_WITHIN_S = 0.5
@@ -133,7 +134,7 @@ def blocked_then_freed(rank: int, world_size: int, watched: bool) -> dict[str, f
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("watched", [pytest.param(False, marks=full_only), True])
 def test_blocked_operations_are_freed_and_new_groups_work(watched: bool) -> None:
     results = run_ranks(blocked_then_freed, 4, watched, init_process_group=False)
     for result in results[:STUCK]:
