@@ -466,7 +466,7 @@ class FakeNccl:
         if self.barrier is None:
             threading.Event().wait(5)
         else:
-            self.barrier.wait(5)
+            self.barrier.wait(20)
         if self.error is not None:
             raise self.error
 

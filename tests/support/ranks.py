@@ -154,7 +154,7 @@ class RankGroup:
     def stderr(self, rank: int) -> str:
         return self._text(rank, "stderr")
 
-    def wait_for_output(self, rank: int, pattern: str, timeout: float = 30.0) -> re.Match[str]:
+    def wait_for_output(self, rank: int, pattern: str, timeout: float = 45.0) -> re.Match[str]:
         """Wait until the rank's stdout matches the regular expression; fail at once when the rank ends without it."""
         deadline = time.monotonic() + timeout
         while True:
@@ -222,7 +222,7 @@ class RankGroup:
                     found.append(process)
         return found
 
-    def wait_for_no_survivors(self, timeout: float = 10.0) -> None:
+    def wait_for_no_survivors(self, timeout: float = 30.0) -> None:
         """Fail when a process that a rank started is still alive after `timeout`."""
         deadline = time.monotonic() + timeout
         while left := self.survivors():
@@ -305,7 +305,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     init_process_group: bool = True,
     returncodes: Mapping[int, int | None] | None = None,
-    survivors_timeout: float | None = 10.0,
+    survivors_timeout: float | None = 30.0,
     imports: Sequence[str] | None = None,
 ) -> list[RankResult]:
     """`launch_ranks`, wait for all ranks, and check that nothing they started outlives them by `survivors_timeout`.

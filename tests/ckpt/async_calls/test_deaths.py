@@ -297,7 +297,7 @@ class _Trainer:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         self.process.kill()
-        self.process.communicate(timeout=10)
+        self.process.communicate(timeout=30)
 
     def family(self) -> list[psutil.Process]:
         if self.process.poll() is None:
