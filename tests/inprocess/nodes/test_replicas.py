@@ -93,6 +93,7 @@ def test_a_node_loses_its_power(make_lab: MakeLab, nodes: int, active: int, band
     _ends_well(job, set(job.ranks_of(lost)))
 
 
+@full_only
 def test_a_node_is_lost_soon_after_an_exception(make_lab: MakeLab) -> None:
     """What was replicated before the exception is kept until something newer is."""
     lab = make_lab(3)
@@ -152,6 +153,7 @@ def test_a_wrong_byte_in_a_replica(make_lab: MakeLab) -> None:
     _ends_well(job, set(job.ranks_of(2)))
 
 
+@full_only
 def test_a_node_is_lost_after_the_replica_processes_of_the_others_were_killed(make_lab: MakeLab) -> None:
     """What they held is in the memory of their keepers, and new ones serve it."""
     lab = make_lab(3)
