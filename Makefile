@@ -58,7 +58,7 @@ test-faults: $(INSTALLED)
 	$(PYTEST) -v -rA tests/ckpt/native/test_sanitizers.py tests/ckpt/fuzz $(PYTEST_ARGS)
 	$(PYTEST) -v tests/inprocess/fault_tolerance tests/inprocess/unchanged tests/examples tests/tools tests/docs $(PYTEST_ARGS)
 	$(PYTEST) tests/ckpt/planning tests/ckpt/values tests/ckpt/interop tests/ckpt/replication tests/ckpt/keeper tests/ckpt/integrations tests/inprocess/rank_assignment tests/inprocess/test_agreement.py tests/test_plain_install.py $(PYTEST_ARGS)
-	$(PYTEST) tests/ckpt/saving/test_failures.py tests/ckpt/saving/test_snapshots.py tests/ckpt/test_preemption.py tests/ckpt/test_restart.py $(PYTEST_ARGS)
+	$(PYTEST) tests/ckpt/saving tests/ckpt/async_calls tests/ckpt/ranks tests/ckpt/test_preemption.py tests/ckpt/test_restart.py tests/ckpt/test_scale.py tests/inprocess/test_abort.py tests/inprocess/coordination $(PYTEST_ARGS)
 
 # With ROOT=s3://BUCKET/PREFIX the checkpoints go there; the environment says how (docs/object_stores.md).
 demo: $(INSTALLED)

@@ -3,6 +3,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 _HANG_S = 30
 _stderr = -1
+_known_modules = 0  # when objects were frozen
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -37,6 +39,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        _keep_modules_out_of_collections()
 
 
 def pytest_configure() -> None:
@@ -109,9 +112,19 @@ def leak_check() -> Iterator[LeakCheck]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep modules and tests out of later collections: each would look at every object of torch."""
-    gc.collect()
-    gc.freeze()
+    _keep_modules_out_of_collections()
+
+
+def _keep_modules_out_of_collections() -> None:
+    """Freeze what there is, if many modules were imported: each collection would look at every object of torch.
+
+    A test that imports a framework would make each collection of the tests after it take a tenth of a second.
+    """
+    global _known_modules
+    if len(sys.modules) > _known_modules + 100:
+        gc.collect()
+        gc.freeze()
+        _known_modules = len(sys.modules)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ from tests.support import LeakCheck
 from tests.support.selection import FULL
 
 _LIBRARY = str(Path(ckpt.__file__).parent)
-_PLACES = 600 if FULL else 16
+_PLACES = 600 if FULL else 8
 
 
 class _Restart(BaseException):

@@ -24,7 +24,7 @@ from ckpt.storage.documents import encode_document
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.crash.killers import KillingWriter, wait_until, with_writer
 from tests.support import LeakCheck, launch_ranks, run_ranks
-from tests.support.selection import FULL
+from tests.support.selection import FULL, full_only
 
 _DRAIN = timedelta(seconds=30)
 _FLOATS = 40_000
@@ -334,7 +334,7 @@ def _all_staged_then_one_dies(victim: int) -> Callable[..., None]:
     return scene
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=full_only)])
 def test_the_death_of_any_trainer_loses_no_staged_save(tmp_path: Path, victim: int) -> None:
     root = _survivors_of(tmp_path, _all_staged_then_one_dies(victim), (victim,))
     assert (root.steps(), root.pending()) == ([1, 2], [])
@@ -349,7 +349,7 @@ def _one_dies_before_staging(victim: int) -> Callable[..., None]:
     return scene
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=full_only)])
 def test_without_the_part_of_a_dead_rank_the_save_is_given_up(tmp_path: Path, victim: int) -> None:
     root = _survivors_of(tmp_path, _one_dies_before_staging(victim), (victim,))
     assert (root.steps(), root.pending()) == ([1], [])
@@ -384,8 +384,15 @@ def _recover(rank: int, world_size: int, folder: Path, scene: Callable[..., None
     return answer
 
 
-@pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("interrupted", [0, 1])
+@pytest.mark.parametrize(
+    ("interrupted", "staged"),
+    [
+        (0, True),
+        (1, False),
+        pytest.param(0, False, marks=full_only),
+        pytest.param(1, True, marks=full_only),
+    ],
+)
 def test_a_living_rank_without_a_part_refuses_the_save(tmp_path: Path, interrupted: int, staged: bool) -> None:
     for result in run_ranks(_recover, 2, tmp_path, _interrupted_before_scheduling(interrupted, staged)):
         assert (result.value["step"], result.value["right"]) == (1, True)

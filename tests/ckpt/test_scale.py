@@ -17,6 +17,7 @@ from ckpt.planning.save_plan import make_save_plan
 from ckpt.saving.publish import publish
 from tests.support import run_ranks
 from tests.support.layouts import build
+from tests.support.selection import full_only
 from tools.bench.scale import simulate_save
 
 _FILE_BYTES = 64 << 20
@@ -38,7 +39,7 @@ def _save(rank: int, world_size: int, root: str) -> None:
         checkpointer.save(build(world_size), 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=full_only), 4])
 def test_files_of_a_save_in_every_layout(tmp_path: Path, world_size: int) -> None:
     """Hundreds of tensors: plain, of DDP, FSDP2, tensor parallelism and two dimensions."""
     run_ranks(_save, world_size, str(tmp_path))
@@ -81,7 +82,7 @@ def _hybrid(ranks: int) -> Sharding:
     return Sharding((4, ranks // 4), tuple(range(ranks)), (Placement(), Placement(0)))
 
 
-@pytest.mark.parametrize("ranks", [64, 4096])
+@pytest.mark.parametrize("ranks", [64, pytest.param(4096, marks=full_only)])
 @pytest.mark.parametrize("sharding", [_flat, _strided, _hybrid], ids=["FSDP", "FSDP+TP", "HSDP"])
 def test_files_and_index_of_simulated_ranks(ranks: int, sharding: object) -> None:
     assert callable(sharding)

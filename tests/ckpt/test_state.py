@@ -21,6 +21,7 @@ from torch import nn
 import ckpt
 from ckpt import AsyncCallsQueue, Checkpointer, PerRank, StateError, StateMismatchError
 from tests.support.saves import save_here
+from tests.support.selection import FULL
 
 DTYPES = sorted({str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}.items())
 _STRANGE = ("q", "bits", "float4", "int1", "int2", "int3", "int4", "int5", "int6", "int7", "uint1", "uint2", "uint3")
@@ -399,7 +400,7 @@ def _all_paths(folder: Path) -> set[str]:
 
 
 @given(st.dictionaries(_KEYS, _STATES, min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60 if FULL else 20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_state_comes_back_and_nothing_is_written_elsewhere(
     queue: AsyncCallsQueue, tmp_path: Path, state: dict[str | int, Any]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import ckpt
 from tests.examples.pages import REPOSITORY, assert_page_shows
 from tests.support.ray_cluster import processes_of, running_ray
-from tests.support.selection import FULL, needs
+from tests.support.selection import FULL, full_only, needs
 
 needs("ray")
 
@@ -58,6 +58,7 @@ def test_it_goes_on_and_ray_takes_the_steps_where_they_are(environment: dict[str
     ]  # Ray has removed the others
 
 
+@full_only
 def test_what_all_workers_have_staged_is_published_when_ray_kills_them(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

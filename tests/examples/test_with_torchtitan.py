@@ -10,6 +10,7 @@ from tests.ckpt.integrations.programs import torchtitan_on_cpu
 from tests.examples.pages import assert_page_shows
 from tests.support import run_ranks
 from tests.support.frameworks import TORCHTITAN_ON_CPU
+from tests.support.selection import FULL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = Path(torchtitan_on_cpu.__file__)
@@ -28,7 +29,6 @@ def test_it_goes_on_after_a_kill_like_a_run_without(tmp_path: Path) -> None:
     how = {"timeout": 120, "imports": TORCHTITAN_ON_CPU}
     run_ranks(SCRIPT, 2, "3", *example, **how, returncodes={0: -9, 1: -9}, survivors_timeout=30)
     rank = run_ranks(SCRIPT, 2, "0", *example, **how)[0]
-    run_ranks(SCRIPT, 2, "0", *whole, **how)
 
     said = rank.stdout + rank.stderr
     assert f"Loaded step 2 from {tmp_path}/killed/checkpoint" in said
@@ -36,6 +36,9 @@ def test_it_goes_on_after_a_kill_like_a_run_without(tmp_path: Path) -> None:
         "step_00000002",
         "step_00000004",
     ]
+    if not FULL:  # test_torchtitan.py compares a job that was resumed with one that was not stopped
+        return
+    run_ranks(SCRIPT, 2, "0", *whole, **how)
     with ckpt.open(tmp_path / "killed/checkpoint") as one, ckpt.open(tmp_path / "whole/checkpoint") as other:
         assert one.values_by_name == other.values_by_name
         assert set(one) == set(other)

@@ -31,7 +31,8 @@ from inprocess.unblock.process_groups import discard_process_groups
 from inprocess.unblock.store_waits import interruptible_store_connections
 from tests.ckpt.crash.killers import wait_until
 from tests.inprocess.gloo_ranks import AborterThread, Meeting, OtherConnection, holdings, settled_holdings, state
-from tests.support import launch_ranks, run_ranks
+from tests.support import free_port, launch_ranks, run_ranks
+from tests.support.selection import full_only
 from tests.support.template import quick_python
 
 FREED_WITHIN_S = 0.5
@@ -133,7 +134,7 @@ def blocked_then_freed(rank: int, world_size: int, watched: bool) -> dict[str, f
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("watched", [pytest.param(False, marks=full_only), True])
 def test_blocked_operations_are_freed_and_new_groups_work(watched: bool) -> None:
     results = run_ranks(blocked_then_freed, 4, watched, init_process_group=False)
     for result in results[:STUCK]:
@@ -244,7 +245,7 @@ def waiting_for_ranks_that_do_not_come(rank: int, world_size: int, folder: str) 
         meeting.meet(name)
 
     def join(world: int, name: str) -> None:
-        port = free_port(meeting, rank, name)
+        port = port_for(meeting, rank, name)
         if rank != 0:
             wait_for_listener(port)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
@@ -254,7 +255,7 @@ def waiting_for_ranks_that_do_not_come(rank: int, world_size: int, folder: str) 
     wait_in(lambda: join(world_size + 1, "too few"), "too few", aborted_already)
     discard_process_groups()
 
-    port = free_port(meeting, rank, "lone")
+    port = port_for(meeting, rank, "lone")
     store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
     meeting.meet("hosted")
     if rank == 1:
@@ -291,11 +292,10 @@ def wait_for_listener(port: int) -> None:
             time.sleep(0.01)
 
 
-def free_port(meeting: Meeting, rank: int, name: str) -> int:
+def port_for(meeting: Meeting, rank: int, name: str) -> int:
     """A port that rank 0 has found free, the same on all ranks."""
     if rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            meeting.store.set(f"port {name}", str(probe.getsockname()[1]))
+        meeting.store.set(f"port {name}", str(free_port()))
     return int(meeting.store.get(f"port {name}"))
 
 
@@ -342,7 +342,7 @@ def continued_while_it_waits(rank: int, world_size: int) -> bool:
     import torch.distributed as dist
 
     meeting = Meeting(rank, world_size)
-    port = free_port(meeting, rank, "store")
+    port = port_for(meeting, rank, "store")
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
         meeting.meet("hosted")
@@ -414,7 +414,7 @@ def aborted_while_groups_are_made(rank: int, world_size: int) -> float:
     slowest = 0.0
     for number in range(8):
         after = chance.randrange(6)
-        url = f"tcp://127.0.0.1:{free_port(meeting, rank, str(number))}"
+        url = f"tcp://127.0.0.1:{port_for(meeting, rank, str(number))}"
         aborter = PersistentAborter(number)
 
         def make_groups(number: int = number, after: int = after, url: str = url) -> None:
@@ -466,7 +466,7 @@ class FakeNccl:
         if self.barrier is None:
             threading.Event().wait(5)
         else:
-            self.barrier.wait(5)
+            self.barrier.wait(20)
         if self.error is not None:
             raise self.error
 

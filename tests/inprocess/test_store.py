@@ -84,7 +84,6 @@ MAKERS: dict[str, Callable[[pytest.FixtureRequest], Connect]] = {
     "prefix over etcd": lambda request: _under(PrefixStore, _etcd(request)),
     "namespace over etcd": lambda request: _under(Namespace, _etcd_client(request)),
     "prefix over tcp": lambda request: _under(PrefixStore, _tcp(request)),
-    "prefix over file": lambda request: _under(PrefixStore, _file(request)),
     "namespace": lambda request: _under(Namespace, _torch_free(request)),
 }
 
@@ -130,10 +129,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-# torch's file store counts its timeouts in whole seconds, so one of the two is enough.
-quick = pytest.mark.parametrize("connect", [maker for maker in ALL if maker != "prefix over file"], indirect=True)
-
-
 class TestEveryStore:
     def test_values(self, store: Any) -> None:
         store.set("text", "ä")
@@ -169,7 +164,6 @@ class TestEveryStore:
         store.multi_set(["a", "b"], ["1", "2"])
         assert store.multi_get(["b", "a"]) == [b"2", b"1"]
 
-    @quick
     def test_wait_times_out(self, store: Any) -> None:
         store.set("there", "1")
         store.wait(["there"], timedelta(0))
@@ -186,7 +180,6 @@ class TestEveryStore:
         other.set("b", "1")
         waiting.result(20)
 
-    @quick
     def test_sets(self, connect: Connect) -> None:
         store, other = connect(), connect()
         assert store.members("set") == frozenset()
@@ -196,7 +189,6 @@ class TestEveryStore:
         with pytest.raises(StoreTimeoutError):
             store.wait_size("set", 3, SOON)
 
-    @quick
     def test_attending(self, connect: Connect) -> None:
         store, other = connect(), connect()
         assert [store.attend("set", "x"), other.attend("set", "y"), store.attend("set", "x")] == [1, 2, 2]
@@ -217,7 +209,6 @@ class TestEveryStore:
         assert other.meet("set", "z", 2, "value", LONG) == b"1"
         assert store.members("set") == {"x", "y", "z"}
 
-    @quick
     def test_interruption_is_listed_until_locked(self, connect: Connect) -> None:
         store, other = connect(), connect()
         assert not store.is_interrupted()
@@ -244,7 +235,6 @@ class TestEveryStore:
         connect().record_interrupted([FIRST])
         assert waiting.result(20)
 
-    @quick
     def test_completed(self, connect: Connect) -> None:
         store = connect()
         assert not store.is_completed()
@@ -295,7 +285,6 @@ class TestEveryStore:
         last.set()
         assert all(arrival.result(20) for arrival in arrivals)
 
-    @quick
     def test_barrier_names_who_is_missing(self, store: Any) -> None:
         with pytest.raises(BarrierTimeout, match=r"name: 2 of 4 ranks .*missing: 1,3$"):
             store.barrier([0, 2], "name", 4, SOON, SOON / 2)

@@ -741,6 +741,7 @@ def test_another_thread_than_the_main_one_is_refused() -> None:
     ((kind, text, _),) = rank_values(main, 1)[0]
     assert kind == "ValueError"
     assert "call the wrapped function on the main thread" in text
+    assert "such as Ray Train, leave the wrapper out" in text
 
 
 @pytest.mark.parametrize("who", [(0, 1), (1,)])

@@ -169,5 +169,5 @@ class CephServer:
         """End the processes, and delete what they have written. Idempotent."""
         for process in reversed(self._running):
             process.kill()
-            process.wait(10)
+            process.wait(30)
         shutil.rmtree(self._folder, ignore_errors=True)

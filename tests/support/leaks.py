@@ -117,7 +117,7 @@ class LeakCheck:
         """What is there now and was not before, one line each."""
         return _difference(self._before, _holdings())
 
-    def check(self, timeout: float = 5.0) -> None:
+    def check(self, timeout: float = 20.0) -> None:
         """Fail when something is still left after `timeout` seconds: processes may need a moment to end."""
         deadline = time.monotonic() + timeout
         while left := self.difference():

@@ -90,7 +90,7 @@ def _running(name: str, options: list[str], folder: Path, ready: str, env: dict[
         yield int(found[1])
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(30)
 
 
 def _make_container(port: int, key: str, name: str) -> None:

@@ -14,6 +14,7 @@ Output goes to files, so a process that outlives its rank and still holds its st
 
 import contextlib
 import os
+import random
 import re
 import selectors
 import signal
@@ -64,10 +65,18 @@ class RanksFailed(AssertionError):
 
 
 def free_port() -> int:
-    """Return a port of this machine that no process uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this machine that no process uses now.
+
+    It is none that the system gives to connections, which one of them could get before the caller binds it.
+    """
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for _ in range(1000):
+        port = random.SystemRandom().randrange(10_000, 1 << 16)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            if not low <= port <= high:
+                probe.bind(("", port))
+                return port
+    raise AssertionError(f"no port outside {low} to {high} (net.ipv4.ip_local_port_range) is free")
 
 
 class RankGroup:
@@ -145,7 +154,7 @@ class RankGroup:
     def stderr(self, rank: int) -> str:
         return self._text(rank, "stderr")
 
-    def wait_for_output(self, rank: int, pattern: str, timeout: float = 30.0) -> re.Match[str]:
+    def wait_for_output(self, rank: int, pattern: str, timeout: float = 45.0) -> re.Match[str]:
         """Wait until the rank's stdout matches the regular expression; fail at once when the rank ends without it."""
         deadline = time.monotonic() + timeout
         while True:
@@ -213,7 +222,7 @@ class RankGroup:
                     found.append(process)
         return found
 
-    def wait_for_no_survivors(self, timeout: float = 10.0) -> None:
+    def wait_for_no_survivors(self, timeout: float = 30.0) -> None:
         """Fail when a process that a rank started is still alive after `timeout`."""
         deadline = time.monotonic() + timeout
         while left := self.survivors():
@@ -296,7 +305,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     init_process_group: bool = True,
     returncodes: Mapping[int, int | None] | None = None,
-    survivors_timeout: float | None = 10.0,
+    survivors_timeout: float | None = 30.0,
     imports: Sequence[str] | None = None,
 ) -> list[RankResult]:
     """`launch_ranks`, wait for all ranks, and check that nothing they started outlives them by `survivors_timeout`.

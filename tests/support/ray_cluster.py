@@ -41,6 +41,9 @@ def running_ray() -> Iterator[dict[str, str]]:
         "RAY_worker_register_timeout_seconds": "180",  # on a busy machine
         "RAY_memory_monitor_refresh_ms": "0",  # it kills workers when other tests use much memory
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # not 2: what workers report is read then
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process of its own
+        "RAY_TRAIN_METRICS_ENABLED": "0",
     }
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLDER],

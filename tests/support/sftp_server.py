@@ -100,7 +100,7 @@ class SftpServer:
         if self._process is not None:
             children = self._pids()[1:]
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(30)
             for child in children:
                 subprocess.run(["kill", "-KILL", child], check=False, capture_output=True)
             self._process = None

@@ -110,10 +110,10 @@ def _start(stack: contextlib.ExitStack, folder: Path, *command: str) -> None:
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        process.wait(10)
+        process.wait(30)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait(10)
+        process.wait(30)
 
 
 def _is_idle(slurm: Slurm) -> bool:

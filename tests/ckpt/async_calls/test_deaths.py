@@ -19,6 +19,7 @@ from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Call, Gate, ask
 from tests.support import LeakCheck, is_gone
+from tests.support.selection import full_only
 
 
 @pytest.fixture
@@ -296,7 +297,7 @@ class _Trainer:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         self.process.kill()
-        self.process.communicate(timeout=10)
+        self.process.communicate(timeout=30)
 
     def family(self) -> list[psutil.Process]:
         if self.process.poll() is None:
@@ -319,7 +320,7 @@ def test_a_function_of_the_main_script(tmp_path: Path) -> None:
     assert trainer.err.read_text() == ""
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=full_only)])
 def test_writers_finish_what_a_killed_trainer_had_queued(how: signal.Signals, tmp_path: Path) -> None:
     with _Trainer(tmp_path, "block") as trainer:
         trainer.gate.wait_entered()

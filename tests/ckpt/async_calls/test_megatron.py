@@ -25,6 +25,7 @@ from tests.ckpt.async_calls import functions
 from tests.ckpt.async_calls.functions import Gate
 from tests.support import LeakCheck, run_ranks
 from tests.support.frameworks import MEGATRON, NVRX, nvrx_is_there
+from tests.support.selection import full_only
 
 pytestmark = pytest.mark.timeout(120)
 needs_nvrx = pytest.mark.skipif(not nvrx_is_there(), reason=f"nothing is in {NVRX}: make build/nvrx/.installed")
@@ -273,6 +274,7 @@ def _nvrx_saves(rank: int, world_size: int, folder: Path) -> list[Any]:
     return restored
 
 
+@full_only
 @needs_nvrx
 def test_sharded_save_of_nvidia_resiliency_ext(tmp_path: Path) -> None:
     for result in run_ranks(_nvrx_saves, 2, tmp_path, timeout=100, imports=MEGATRON):

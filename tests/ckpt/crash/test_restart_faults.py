@@ -28,7 +28,7 @@ from tests.support import RanksFailed, run_ranks
 from tests.support.selection import FULL
 
 _SOME = {"drain": (1,), "abort": (0,)}
-_SOME_WITH_SNAPSHOTS = {"drain": (5, 7), "abort": (4, 11)}  # each kind of job, and most kinds of faults
+_SOME_WITH_SNAPSHOTS = {"drain": (7,), "abort": (4, 11)}  # each kind of job, and most kinds of faults
 _JOBS = [
     job
     for mode, some in _SOME.items()

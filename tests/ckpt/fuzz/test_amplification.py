@@ -1,6 +1,6 @@
 """Documents with huge numbers, long texts and deep values are refused or read, in bounded time and memory.
 
-`TESTS=full` (see `make test-faults`) tries some thousand cases by a random seed, otherwise 50 by a fixed one.
+`TESTS=full` (see `make test-faults`) tries some thousand cases by a random seed, otherwise 25 by a fixed one.
 `FUZZ_SEED` sets the seed.
 """
 
@@ -18,7 +18,7 @@ from tests.support.seeds import seed_of
 from tests.support.selection import FULL
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-CASES = 8000 if FULL else 50
+CASES = 8000 if FULL else 25
 
 
 @pytest.mark.timeout(3600 if FULL else 300)

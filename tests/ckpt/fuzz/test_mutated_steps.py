@@ -2,7 +2,7 @@
 
 An error is one of the package, raised soon and without using much memory.
 
-`TESTS=full` (see `make test-faults`) tries 4,500 changes by a random seed instead of 75 by a fixed one.
+`TESTS=full` (see `make test-faults`) tries 4,500 changes by a random seed instead of 36 by a fixed one.
 `FUZZ_SEED` sets the seed.
 """
 
@@ -22,7 +22,7 @@ from tests.support.seeds import seed_of
 from tests.support.selection import FULL
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-CASES = 1500 if FULL else 25
+CASES = 1500 if FULL else 12
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ ONE = [
     Job("resumed-lora", "lora", "lora"),
     Job("killed-stateful", "stateful", "stateful kill:8"),
     Job("resumed-stateful", "stateful", "stateful"),
+]
+ACCUMULATING = [
     Job("whole-accumulate", "whole-accumulate", "accumulate"),
     Job("killed-accumulate", "accumulate", "accumulate kill:8"),
     Job("resumed-accumulate", "accumulate", "accumulate"),
@@ -33,7 +35,7 @@ TWO = [
     Job("resumed", "two", ranks=2),
 ]
 DIED = [Job("died", "died", "kill:9@1", ranks=2), Job("went-on", "died", ranks=2)]
-"""A rank that dies alone: with TESTS=full, `test_transformers` has it otherwise."""
+"""A rank that dies alone, and gradients that accumulate: with TESTS=full, `test_transformers` has them otherwise."""
 FSDP = [
     Job("whole", "whole", "fsdp", ranks=2),
     Job("killed", "two", "fsdp kill:8", ranks=2),
@@ -49,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> dict[str, Ended]:
-    return run_program("accelerate_train.py", folder, ONE, timeout=280)
+    return run_program("accelerate_train.py", folder, [*ONE, *(ACCUMULATING if FULL else [])], timeout=280)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,7 @@ def test_a_save_that_a_rank_did_not_begin_is_abandoned(two: dict[str, Ended]) ->
     assert_continued(two["whole"], two["went-on"], start=6)
 
 
+@full_only
 def test_gradient_accumulation(one: dict[str, Ended]) -> None:
     assert_continued(one["whole-accumulate"], one["resumed-accumulate"], start=6)
 

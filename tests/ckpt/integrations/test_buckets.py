@@ -45,6 +45,7 @@ def _torchtitan(rank: int, world_size: int, url: str, local: str) -> None:
     third.manager.close()
 
 
+@full_only
 def test_torchtitan(bucket: Bucket, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan.components.checkpointer", exc_type=ImportError)
     run_ranks(_torchtitan, 2, bucket.url, str(tmp_path), env=bucket.env, timeout=120, imports=TORCHTITAN)
@@ -141,6 +142,7 @@ def _transformers(rank: int, world_size: int, url: str, folder: str) -> None:
     assert train(4, 1) == whole
 
 
+@full_only
 def test_transformers(bucket: Bucket, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("transformers")

@@ -29,6 +29,7 @@ from ckpt.integrations.dcp import Reader, Writer, latest_step
 from ckpt.storage import seen_roots
 from tests.support import LeakCheck, run_ranks
 from tests.support.loads import stopped_until_a_load_waits
+from tests.support.selection import full_only
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -561,7 +562,7 @@ def _load_sharded(rank: int, world_size: int, root: str) -> Any:
     return loaded, state["n"]
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), pytest.param(1, 2, marks=full_only), (2, 3)])
 def test_fsdp_on_another_number_of_ranks(saving: int, loading: int, tmp_path: Path) -> None:
     saved = run_ranks(_save_sharded, saving, str(tmp_path))
     for result in run_ranks(_load_sharded, loading, str(tmp_path)):
@@ -725,7 +726,7 @@ def _save_sharded_at(rank: int, world_size: int, root: str, step: int) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=full_only)])
 def test_async_save(kind: str, tmp_path: Path) -> None:
     for first in ("1", "3"):  # the second job resumes
         run_ranks(PROGRAMS / "dcp_async.py", 2, str(tmp_path), kind, first, timeout=90, imports=())

@@ -132,7 +132,7 @@ def train(
         ("map", 2, 8),  # the last batch of an epoch
         pytest.param("persistent", 2, 11, marks=full_only),
         pytest.param("stream", 0, 11, marks=full_only),
-        ("stream", 2, 5),
+        pytest.param("stream", 2, 5, marks=full_only),
         ("nodes", 2, 5),
     ],
 )

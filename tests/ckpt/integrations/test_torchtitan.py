@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import ckpt
 from tests.support import run_ranks
 from tests.support.frameworks import TORCHTITAN
+from tests.support.template import quick_python
 
 pytest.importorskip("torchtitan.components.checkpointer", exc_type=ImportError)
 
@@ -434,5 +434,5 @@ def test_an_override_replaces_the_manager() -> None:
 
 def test_without_torchtitan_the_extra_is_named() -> None:
     code = "import sys; sys.modules['torchtitan'] = None; import ckpt.integrations.torchtitan"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([quick_python(), "-c", code], capture_output=True, text=True, timeout=60)
     assert "needs torchtitan 0.3 or newer: pip install 'ckpt-inprocess[torchtitan]'" in done.stderr

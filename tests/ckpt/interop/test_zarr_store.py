@@ -27,6 +27,7 @@ from tests.ckpt.interop import states
 from tests.ckpt.interop.by_hand import WORLD_SIZE, layouts, write_step
 from tests.ckpt.interop.conftest import Saved
 from tests.support.saves import save_here
+from tests.support.selection import full_only
 
 RANGES: list[tuple[ByteRequest | None, slice]] = [
     (None, slice(None)),
@@ -109,7 +110,7 @@ def test_boxes_and_meshes_of_many_ranks(tmp_path: Path) -> None:
         assert (group["boxes"][...] == np.concatenate(boxes)).all()
 
 
-@pytest.mark.parametrize("step", ["plain", "zstd"])
+@pytest.mark.parametrize("step", [pytest.param("plain", marks=full_only), "zstd"])
 def test_xarray_and_dask(saved: Saved, step: str) -> None:
     import dask.array
     import xarray

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ckpt.keeper.support import no_keepers_are_left
+from tests.support.selection import full_only
 from tests.support.template import REPOSITORY, quick_python
 
 _PROGRAM = Path(__file__).with_name("program.py")
@@ -17,7 +18,7 @@ _LAUNCHERS = {"ckpt_launcher": "inprocess.fault_tolerance.launcher", "torchrun":
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("launcher", sorted(_LAUNCHERS))
+@pytest.mark.parametrize("launcher", ["ckpt_launcher", pytest.param("torchrun", marks=full_only)])
 def test_the_newest_snapshot_is_restored_from_memory(tmp_path: Path, runtime: Path, launcher: str) -> None:
     """Twice; and in the end nothing is left."""
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1"]

@@ -20,7 +20,7 @@ import ckpt
 from ckpt import AsyncCallsQueue, Checkpointer, StateError
 from tests.ckpt.loading.every_optimizer import PACKAGES, Make, optimizers_of
 from tests.ckpt.loading.optimizer_training import model_of, same, train
-from tests.support.selection import FULL
+from tests.support.selection import FULL, full_only
 
 _KEYS, _OBJECTS = r"optimizer/.*: keys must be str or int.* str\(key\)", r"optimizer/state/0/.* cannot be stored"
 REFUSED = {
@@ -84,7 +84,9 @@ def _selected(package: str) -> dict[str, Make]:
 
 
 @pytest.mark.timeout(400 if FULL else 200)
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    "package", [pytest.param(each, marks=full_only if each == "bitsandbytes.optim" else ()) for each in PACKAGES]
+)
 def test_optimizers_are_restored_as_torch_loads_them(queue: AsyncCallsQueue, tmp_path: Path, package: str) -> None:
     """One test for a package, which only this test imports: not every process that collects it."""
     pytest.importorskip(package, exc_type=ImportError)

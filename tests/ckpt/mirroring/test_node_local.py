@@ -512,9 +512,7 @@ def test_arguments(cluster: Cluster) -> None:
 
 
 _KILLED = {
-    ("writer", "during write", 1, 2),
     ("both", "during write", 1, 2),
-    ("both", "after publish", 0, 1),
 }
 
 

@@ -10,9 +10,7 @@ from tests.support.selection import FULL
 
 _REPRESENTATIVE = {
     ("writer", "during write", 1, 2),
-    ("trainer", "before publish", 0, 1),
     ("both", "before publish", 0, 2),
-    ("both", "after publish", 0, 1),
 }
 
 

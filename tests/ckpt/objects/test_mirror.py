@@ -97,7 +97,7 @@ def test_kill_in_the_middle_and_resume(bucket: Bucket, tmp_path: Path, job: Jobs
         run.wait(stalled.is_set)
         process = mirror_process()
         process.kill()
-        process.wait(10)
+        process.wait(30)
         present = {key for key in counts if bucket.server.request("HEAD", f"/{bucket.name}/{key}")[0] == 200}
         assert len(present) == 2
         assert open_root(bucket.url).steps() == []
@@ -128,7 +128,7 @@ def test_kill_at_each_put(bucket: Bucket, tmp_path: Path, job: Jobs, put: str, a
                 return None
             process = mirror_process()
             process.kill()
-            process.wait(10)
+            process.wait(30)
             killed.append(process.pid)
         return answer
 

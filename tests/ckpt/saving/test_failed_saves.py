@@ -34,6 +34,7 @@ from tests.ckpt.crash.killers import wait_until
 from tests.ckpt.saving.full_disk import fill
 from tests.support import launch_ranks, run_ranks
 from tests.support.saves import save_here
+from tests.support.selection import full_only
 
 _MB = 1 << 20
 
@@ -87,7 +88,7 @@ def _train_on_a_disk(rank: int, world_size: int, root: Path, full: Path, freed: 
     return answers, lines
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=full_only), 2])
 def test_training_goes_on_while_the_disk_is_full(small_disk: Path, tmp_path: Path, world_size: int) -> None:
     full, freed = tmp_path / "full", tmp_path / "freed"
     with launch_ranks(_train_on_a_disk, world_size, small_disk / "root", full, freed) as group:

@@ -39,7 +39,7 @@ from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.ckpt.saving.full_disk import fill
 from tests.support import LeakCheck, launch_ranks, run_ranks
 from tests.support.saves import save_here
-from tests.support.selection import FULL
+from tests.support.selection import FULL, full_only
 
 _MB = 1 << 20
 _SAVES = 100 if FULL else 30
@@ -101,7 +101,7 @@ def _too_large_on_one_rank(rank: int, world_size: int, root: Path, victim: int) 
     return answers
 
 
-@pytest.mark.parametrize(("victim", "world_size"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize(("victim", "world_size"), [pytest.param(0, 1, marks=full_only), (0, 2), (1, 2)])
 def test_storage_that_refuses_one_rank_is_an_error_on_all_and_training_goes_on(
     tmp_path: Path, victim: int, world_size: int
 ) -> None:
@@ -127,7 +127,7 @@ def _save_twice(rank: int, world_size: int, root: Path, repaired: Path) -> list[
         return [first, _what_happens(checkpointer, _state(2.0, 2 * _MB), 2)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=full_only), 2])
 def test_root_that_is_a_file(tmp_path: Path, world_size: int) -> None:
     root, repaired = tmp_path / "root", tmp_path / "repaired"
     root.write_text("not a directory")
@@ -146,7 +146,7 @@ def test_root_that_is_a_file(tmp_path: Path, world_size: int) -> None:
         assert after == {"finalized": [2]}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=full_only), 2])
 def test_full_disk(small_disk: Path, tmp_path: Path, world_size: int) -> None:
     """Saves of 8 MB to 6 MB. The failed save gives back what it took; the next one works once there is room."""
     root, repaired = small_disk / "root", tmp_path / "repaired"
@@ -189,7 +189,9 @@ def _fails_without_a_record(rank: int, world_size: int, root: Path, victim: int)
         return [*answers, _what_happens(checkpointer, _state(3.0), 3)]
 
 
-@pytest.mark.parametrize(("victim", "world_size"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("victim", "world_size"), [pytest.param(0, 1, marks=full_only), pytest.param(0, 2, marks=full_only), (1, 2)]
+)
 def test_reason_that_storage_does_not_take_reaches_all_ranks(tmp_path: Path, victim: int, world_size: int) -> None:
     results = run_ranks(_fails_without_a_record, world_size, tmp_path / "root", victim, init_process_group=False)
     for result in results:
@@ -212,7 +214,7 @@ def _save_on_a_full_disk(rank: int, world_size: int, root: Path, full: Path, rep
         return [first, _what_happens(checkpointer, _state(2.0, 1000), 3)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=full_only), 2])
 def test_disk_without_room_for_one_more_byte(small_disk: Path, tmp_path: Path, world_size: int) -> None:
     full, repaired = tmp_path / "full", tmp_path / "repaired"
     with launch_ranks(_save_on_a_full_disk, world_size, small_disk / "root", full, repaired) as group:
@@ -280,7 +282,7 @@ def _again(rank: int, world_size: int, root: Path) -> list[dict[str, Any]]:
         return [_what_happens(checkpointer, state, 5) for state in states]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=full_only), 2])
 def test_a_published_step_is_never_saved_again(tmp_path: Path, world_size: int) -> None:
     """Not with the same content either: success would be claimed for bytes that are not there."""
     for result in run_ranks(_again, world_size, tmp_path / "root"):

@@ -21,6 +21,7 @@ from ckpt.validation import validate
 from tests.ckpt.crash.killers import with_writer
 from tests.support import LeakCheck, run_ranks
 from tests.support.saves import save_here
+from tests.support.selection import full_only
 
 _FILE_BYTES = 64 << 10
 _POLYNOMIAL = 0x11EDC6F41  # that of CRC-32C: data that differ by it have the same checksum
@@ -97,7 +98,9 @@ def test_without_the_option_nothing_is_linked(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_here")
-@pytest.mark.parametrize("staging", [{}, {"compression": "zstd"}, {"reuse_files": False}], ids=str)
+@pytest.mark.parametrize(
+    "staging", [{}, {"compression": "zstd"}, pytest.param({"reuse_files": False}, marks=full_only)], ids=str
+)
 def test_every_step_has_its_own_values(tmp_path: Path, staging: dict[str, Any]) -> None:
     """Single bits change, and change back, while files are linked, removed and recycled."""
     draw, state, expected = random.Random(5), _state(), {}

@@ -21,6 +21,7 @@ from tests.ckpt.storage.small_saves import assert_whole, opened, save
 from tests.ckpt.storage.syscalls import Call, Syscalls
 from tests.support import LeakCheck, run_ranks
 from tests.support.saves import save_here
+from tests.support.selection import full_only
 
 _RANKS = 2
 
@@ -186,7 +187,7 @@ def _keep_one(rank: int, world_size: int, root: Path) -> None:
             assert rank != 0 or checkpointer.all_steps() == [step]  # the others may know the outcome earlier
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=full_only), 4])
 def test_a_job_leaves_nothing_but_the_steps_that_it_keeps(tmp_path: Path, world_size: int) -> None:
     run_ranks(_keep_one, world_size, tmp_path)
     assert CheckpointRoot(str(tmp_path)).steps() == [5]

@@ -105,7 +105,7 @@ def _killed(rank: int, world_size: int, root: Path) -> tuple[int | None, list[Ev
         if rank == 1:
             replicas = _replica_process_of(os.getpid())
             replicas.kill()
-            replicas.wait(10)
+            replicas.wait(30)
         dist.barrier()
         _train(checkpointer, state, rank, 4, 10)  # nothing waits for replicas
         before = checkpointer.replicated_step
@@ -139,7 +139,7 @@ def _killed_where_it_is_needed(rank: int, world_size: int, root: Path) -> list[t
             if rank < 2:
                 replicas = _replica_process_of(os.getpid())
                 replicas.kill()
-                replicas.wait(10)
+                replicas.wait(30)
             else:
                 for slot in checkpointer._parts.saver.memory.kept:  # as if their node was lost
                     Share(slot).clear()

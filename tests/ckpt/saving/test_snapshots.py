@@ -538,7 +538,7 @@ def _two_hundred(rank: int, world_size: int, root: Path, replicas: bool) -> list
         return [*found, resident[1] - resident[0], keys]
 
 
-@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("replicas", [pytest.param(False, marks=full_only), True])
 def test_nothing_grows_in_two_hundred_snapshots(tmp_path: Path, replicas: bool) -> None:
     for result in run_ranks(_two_hundred, 2, tmp_path, replicas):
         before, after, growth, keys = result.value

@@ -31,6 +31,7 @@ from inprocess.ipc import suspension
 from inprocess.ipc.process import Process
 from tests.ckpt.crash.killers import wait_until
 from tests.support import LeakCheck, run_ranks
+from tests.support.selection import full_only
 
 _OPERATIONS = ("stat", "lstat", "listdir", "scandir", "open", "mkdir", "unlink", "rename", "rmdir", "link", "utime")
 _BUDGET_PER_S = 200
@@ -166,7 +167,9 @@ def test_others_are_not_taken_for_dead_because_this_process_was_suspended(
         assert clock.now < 1000 + EXPIRY_S
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (8, 8), (128, 8), (2048, 8), (4096, 4)])
+@pytest.mark.parametrize(
+    ("nodes", "per_node"), [(1, 2), (8, 8), (128, 8), pytest.param(2048, 8, marks=full_only), (4096, 4)]
+)
 def test_all_waiting_ranks_together_ask_little_of_the_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, per_node: int
 ) -> None:
@@ -320,7 +323,7 @@ def _no_store(ranks: Ranks) -> Any:
     raise RuntimeError("connection closed")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=full_only)])
 def test_ranks_that_look_rarely_are_told(tmp_path: Path, leak_check: LeakCheck, world_size: int) -> None:
     """By themselves they would look after hundreds of seconds."""
     for result in run_ranks(_save_and_wait, world_size, tmp_path, 0.001, False):

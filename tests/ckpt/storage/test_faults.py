@@ -24,7 +24,7 @@ from tests.ckpt.storage.small_saves import SCENARIOS, Scenario, assert_whole, op
 from tests.ckpt.storage.syscalls import Call, Syscalls
 from tests.support.selection import FULL
 
-_CASES = 10  # per scenario, unless all
+_CASES = 5  # per scenario, unless all
 _SHARES = range(8) if FULL else range(1)
 _CHANGING = {"link", "mkdir", "rename", "renameat2", "rmdir", "unlink"}
 

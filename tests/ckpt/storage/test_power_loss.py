@@ -19,7 +19,7 @@ from tests.support import run_ranks
 from tests.support.selection import FULL
 
 _RANDOM_STATES = 2 if FULL else 1
-_EVERY = 1 if FULL else 13
+_EVERY = 1 if FULL else 29
 
 
 def _record(rank: int, world_size: int, root: Path, name: str) -> tuple[Tree, list[Change]]:

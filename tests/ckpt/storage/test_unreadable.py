@@ -25,7 +25,7 @@ from tests.ckpt.storage.syscalls import FailingLooks, Syscalls
 from tests.support.selection import FULL
 
 _ERRORS = (errno.EIO, errno.EACCES, errno.ESTALE)
-_EVERY = 1 if FULL else 13  # of the looks of a scene; the errors take turns
+_EVERY = 1 if FULL else 29  # of the looks of a scene; the errors take turns
 
 
 @dataclass(frozen=True)

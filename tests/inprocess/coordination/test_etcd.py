@@ -30,6 +30,7 @@ from tests.inprocess.coordination.helpers import Relay, check_that_a_forked_chil
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
 from tests.inprocess.restarting import outcome
 from tests.support import run_ranks
+from tests.support.selection import full_only
 
 pytestmark = needs_etcd
 
@@ -323,7 +324,7 @@ def test_a_cluster_that_has_space_again_in_time_is_not_lost(small_etcd: Etcd, po
         assert not client.lost
 
 
-@pytest.mark.parametrize("fault", ["raises", "dies"])
+@pytest.mark.parametrize("fault", ["raises", pytest.param("dies", marks=full_only)])
 def test_a_fault_that_cannot_be_reported_ends_the_job(small_etcd: Etcd, fault: str) -> None:
     """The cluster is full. Rank 0 would wait for rank 1 otherwise, and rank 1 for its own restart."""
 

@@ -66,7 +66,7 @@ class Nursery:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(30)
         self._process.stdout.close()
 
     def _ask(self, order: Mapping[str, Any]) -> str:

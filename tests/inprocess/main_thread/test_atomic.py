@@ -109,7 +109,7 @@ class TestLock:
             threading.Timer(0.03, throw).start()
             with pytest.raises(Thrown), lock.atomic():
                 pytest.fail("entered")
-            assert time.monotonic() - thrown_at[0] < 1.0
+            assert time.monotonic() - thrown_at[0] < 20
         assert is_free(lock)
 
     def test_waiting_costs_next_to_nothing(self) -> None:

@@ -93,6 +93,7 @@ def test_a_node_loses_its_power(make_lab: MakeLab, nodes: int, active: int, band
     _ends_well(job, set(job.ranks_of(lost)))
 
 
+@full_only
 def test_a_node_is_lost_soon_after_an_exception(make_lab: MakeLab) -> None:
     """What was replicated before the exception is kept until something newer is."""
     lab = make_lab(3)
@@ -152,6 +153,7 @@ def test_a_wrong_byte_in_a_replica(make_lab: MakeLab) -> None:
     _ends_well(job, set(job.ranks_of(2)))
 
 
+@full_only
 def test_a_node_is_lost_after_the_replica_processes_of_the_others_were_killed(make_lab: MakeLab) -> None:
     """What they held is in the memory of their keepers, and new ones serve it."""
     lab = make_lab(3)
@@ -185,6 +187,7 @@ def _training(job: Job, iteration: int, lost: set[int]) -> list[int]:
     return sorted({line.process for line in told if line.process > 1} - lost)
 
 
+@full_only
 @pytest.mark.parametrize("number", range(100 if FULL else 1))
 def test_a_random_schedule_of_faults(make_lab: MakeLab, number: int) -> None:
     """Ranks raise and are killed, and one node loses its power, at any time, also while replicas are sent."""

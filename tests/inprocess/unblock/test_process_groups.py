@@ -8,7 +8,7 @@ import pytest
 from inprocess.unblock.process_groups import gloo_outlives_modules
 from tests.support import free_port
 
-ROUNDS = 60  # without the context the ranks are blocked after a few
+ROUNDS = 20  # without the context the ranks are blocked after a few
 RANKS = 3
 PROGRAM = f"""
 import sys, torch

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from inprocess.main_thread.async_raise import async_raise
 from inprocess.unblock.store_waits import interruptible_store_connections
+from tests.support import free_port
 
 rendezvous: Any = importlib.import_module(
     "torch.distributed.rendezvous"
@@ -37,8 +38,7 @@ class Interrupted(BaseException):
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

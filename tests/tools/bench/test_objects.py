@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import full_only
 from tools.bench.__main__ import main
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]  # of torch.distributed.checkpoint
 
 
+@full_only
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("moto.server", reason="needs moto[server]")
     pytest.importorskip("obstore", reason="needs obstore")

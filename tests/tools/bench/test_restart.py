@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import full_only
 from tests.support.template import quick_python
 from tools.bench.__main__ import main
 from tools.bench.harness import percentile
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several tim
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
+@full_only
 def test_a_small_run(tmp_path: Path) -> None:
     document = tmp_path / "result.json"
     small = ["--ranks", "2", "--restarts", "1", "--soft-timeout", "1.1", "--idle", "0.5"]

@@ -4,11 +4,13 @@ import json
 import subprocess
 from pathlib import Path
 
+from tests.support.selection import full_only
 from tests.support.template import quick_python
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
+@full_only
 def test_a_small_run(tmp_path: Path) -> None:
     document = tmp_path / "result.json"
     small = ["--pairs", "200", "--hangs", "2", "--seconds", "0.3", "--ranks", "2", "--json", str(document)]

@@ -15,6 +15,7 @@ import torch
 
 from ckpt import load, load_foreign
 from tests.support.orbax_checkpoints import expected_state, write_with_orbax
+from tests.support.selection import full_only
 from tests.tools.inspect_ckpt.commands import REPOSITORY, Commands
 
 pytestmark = pytest.mark.timeout(180)  # the first test waits for a process that imports jax
@@ -169,7 +170,9 @@ def test_chunks_that_are_missing(run: Commands, tmp_path: Path, orbax: Path, nam
     assert same(load(tmp_path / "root"), expected_state(orbax, "state"))
 
 
-@pytest.mark.parametrize("name", ["ocdbt", "zarr3", "files", "zarr3 files"])
+@pytest.mark.parametrize(
+    "name", ["ocdbt", pytest.param("zarr3", marks=full_only), pytest.param("files", marks=full_only), "zarr3 files"]
+)
 def test_lost_and_truncated_files(run: Commands, tmp_path: Path, orbax: Path, name: str) -> None:
     """Without a file, or with half of it, a checkpoint is refused, or all that it holds is read from other files."""
     wanted, refused = expected_state(orbax, "state"), 0

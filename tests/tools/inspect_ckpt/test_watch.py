@@ -236,7 +236,7 @@ class Terminal:
                     self.text += os.read(self._master, 65536).decode(errors="replace")
                 except OSError:
                     break
-        return self.process.wait(5)
+        return self.process.wait(20)
 
 
 def _save_when_told(rank: int, world_size: int, root: Path) -> None:
