@@ -14,7 +14,7 @@ import struct
 import time
 from pathlib import Path
 
-__all__ = ["KernelEvidence", "OomKills", "describe_status", "exit_status", "kernel_lines"]
+__all__ = ["KernelEvidence", "OomKills", "describe_code", "describe_status", "exit_status", "kernel_lines"]
 
 _INFO = struct.Struct("<QQ11Ii")  # `struct pidfd_info` of the kernel: mask, control group, ids, exit code
 _GET_INFO = 0xC040FF0B  # PIDFD_GET_INFO
@@ -45,14 +45,17 @@ def exit_status(pid: int, pidfd: int) -> int | None:
 
 def describe_status(status: int | None) -> str:
     """Return how a process has ended: "SIGKILL", "exit code 1"; empty if that is unknown."""
-    if status is None:
-        return ""
-    if not os.WIFSIGNALED(status):
-        return f"exit code {os.WEXITSTATUS(status)}"
+    return "" if status is None else describe_code(os.waitstatus_to_exitcode(status))
+
+
+def describe_code(code: int) -> str:
+    """Return how a process has ended, as `describe_status` does; `code` is negative for a signal."""
+    if code >= 0:
+        return f"exit code {code}"
     try:
-        return signal.Signals(os.WTERMSIG(status)).name
+        return signal.Signals(-code).name
     except ValueError:
-        return f"signal {os.WTERMSIG(status)}"
+        return f"signal {-code}"
 
 
 class OomKills:
@@ -102,12 +105,12 @@ def _counting_file(pid: str) -> Path | None:
     return None
 
 
-def kernel_lines(pids: tuple[int, ...], since_s: float, path: str = _KERNEL_LOG) -> tuple[str, ...]:
+def kernel_lines(pid: int, since_s: float, path: str = _KERNEL_LOG) -> tuple[str, ...]:
     """Return lines of the log of the kernel, where it is readable, since a time of `time.monotonic`.
 
-    Those about an error of a GPU, and those about one of these processes, such as that it was killed.
+    Those about an error of a GPU, and those about this process, such as that it was killed.
     """
-    wanted = re.compile(rf"NVRM: Xid|(\[|pid=|process )({'|'.join(map(str, pids))})\b")
+    wanted = re.compile(rf"NVRM: Xid|(\[|pid=|process ){pid}\b")
     found: list[str] = []
     with contextlib.suppress(OSError, ValueError, IndexError):  # evidence is welcome, not needed
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -147,13 +150,14 @@ class KernelEvidence:
         self._kills = OomKills(self._pid)
         self._since_s = time.monotonic()
 
-    def gather(self, reads_log: bool = True) -> tuple[tuple[str, ...], bool]:
+    def gather(self, pid: int | None = None, *, reads_log: bool = True) -> tuple[tuple[str, ...], bool]:
         """Return lines of evidence, and whether the kernel has killed a process of the group for lack of memory.
 
-        `reads_log`: those of the log of the kernel, too, which takes some milliseconds.
+        `pid` is another process of the group. `reads_log`: lines of the log of the kernel, too, which takes some
+        milliseconds.
         """
         kills = self._kills.new()
-        lines = kernel_lines((self._pid,), self._since_s) if reads_log else ()
+        lines = kernel_lines(self._pid if pid is None else pid, self._since_s) if reads_log else ()
         if kills > 0:
             lines += (f"the kernel has killed {kills} of {self._kills.file}: memory was short",)
         return lines, kills > 0

@@ -84,9 +84,9 @@ def test_lines_of_the_kernel(tmp_path: Path) -> None:
     try:
         for at_us, text in texts:
             os.write(writer, f"6,1234,{at_us},-;{text}\n SUBSYSTEM=pci\n".encode())
-        found = kernel_lines((77,), time.monotonic(), f"/proc/self/fd/{reader}")
+        found = kernel_lines(77, time.monotonic(), f"/proc/self/fd/{reader}")
     finally:
         os.close(reader)
         os.close(writer)
     assert found == tuple(texts[number][1] for number in (1, 3, 4))
-    assert kernel_lines((77,), 0.0, str(log)) == ()
+    assert kernel_lines(77, 0.0, str(log)) == ()

@@ -93,7 +93,7 @@ class Survivors:
             end_orphans([self._processes.pids[local_rank] for local_rank in lost])
             self._report_lost(len(lost))
             self._come_back()
-            end = self._count_left(describe_failures(failures))
+            end = self._count_left(describe_failures(failures, self._processes))
             if end is not None:
                 return end
         for local_rank, _ in ended:

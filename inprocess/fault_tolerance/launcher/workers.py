@@ -16,6 +16,9 @@ from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
+from inprocess.fault_tolerance.launcher.worker_causes import cause_of_failures
+from inprocess.process_end import KernelEvidence
+
 __all__ = ["WorkerProcesses", "describe_failures", "failures_of", "start_worker", "wait_readable"]
 
 _log = logging.getLogger(__name__)
@@ -31,6 +34,7 @@ class WorkerProcesses:
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.pids = dict(pids)
         self.starts = dict.fromkeys(pids, 1)  # how many processes were started, by local rank
+        self.kernel = KernelEvidence(os.getpid())  # workers are in the control group of the launcher
         self._running: dict[int, int] = {}  # local rank -> process descriptor
         for local_rank, pid in pids.items():
             with contextlib.suppress(ProcessLookupError):  # reaped already
@@ -122,11 +126,15 @@ def failures_of(
     }
 
 
-def describe_failures(failures: Mapping[int, ProcessFailure]) -> str:
-    """Return the failures, by rank, as text. A worker that has failed although it ended with 0 was in the wrapper."""
+def describe_failures(failures: Mapping[int, ProcessFailure], processes: WorkerProcesses) -> str:
+    """Return the failures, by rank, as text, and their cause.
+
+    A worker that has failed although it ended with 0 was in the wrapper.
+    """
     early = " before the function in the wrapper was completed"
     ended = [f"rank {rank} with {each.exitcode}{'' if each.exitcode else early}" for rank, each in failures.items()]
-    return f"workers have ended: {', '.join(ended)}"
+    cause = cause_of_failures(failures, processes.kernel)
+    return f"workers have ended: {', '.join(ended)}; cause: {cause}"
 
 
 def start_worker(context: Any, workers: WorkerProcesses, local_rank: int, variables: Mapping[str, str]) -> int:
