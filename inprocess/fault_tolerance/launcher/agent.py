@@ -143,6 +143,9 @@ class LauncherAgent(LocalElasticAgent):
         self._resources.monitors.begin_cycle(self._cycle)
         self._open_calls.close()
         _log.info("cycle %d begins: node %d of %d", self._cycle, group.group_rank, group.group_world_size)
+        if (logs := self._resources.cycle_logs) is not None:
+            ranks = [int(worker.global_rank) for worker in group.workers]
+            logs.begin_cycle(self._cycle, ranks, int(group.workers[0].world_size))
         for local_rank, pid in self._start_workers(group).items():
             group.workers[local_rank].id = pid
             self._resources.monitors.end_with_us(local_rank, pid)

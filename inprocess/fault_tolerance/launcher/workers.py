@@ -172,7 +172,7 @@ def start_worker(context: Any, workers: WorkerProcesses, local_rank: int, variab
 
 
 def _file(path: str, number: int) -> str:
-    return f"{path}.{number}" if path else path
+    return f"{path}.{number}" if os.path.isfile(path) else path
 
 
 def wait_readable(fds: list[int], timeout_s: float | None) -> list[int]:

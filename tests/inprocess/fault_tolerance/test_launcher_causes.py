@@ -53,6 +53,28 @@ def test_what_a_worker_has_recorded(message: Any, expected: FaultClass, tmp_path
     assert cause.text.startswith("exit code 1: ")
 
 
+def test_one_traceback_and_one_cause_of_a_fault_that_all_ranks_have(job: Job) -> None:
+    script = """
+        import inprocess
+
+        def train(call: inprocess.CallWrapper):
+            others(f"here{call.iteration}")
+            if call.iteration == 0:
+                raise ValueError(f"of rank {rank}")
+            say("cause", call.cause.fault_class.value)
+
+        inprocess.Wrapper(abort=None)(train)()
+    """
+    launcher = job.one_node(script, ranks=3, with_torch=True)
+    assert launcher.wait() == 0, launcher.log()
+    assert job.events().count("cause user code") == 3
+    log = launcher.log()
+    assert log.count("Traceback (most recent call last)") == 1
+    (line,) = [each for each in log.splitlines() if "cause of the restart" in each]
+    assert "user code: rank " in line
+    assert "ValueError: of rank " in line
+
+
 def test_a_worker_that_the_kernel_has_killed_for_lack_of_memory(job: Job) -> None:
     with memory_group(1 << 30) as group:
         script = f"""
