@@ -38,6 +38,7 @@ _LISTED_RANKS = 8
 _SUMMARY_CHARS = 500
 _MOST_DISTINCT = 16
 _MOST_CAUSES = 5
+_MATCHED_CHARS = 16 << 10  # of each message, for its class
 _OF_DEVICES = ("CUDA", "NCCL", "GPU", "Accelerator")
 _COMPARED_CHARS = 200  # of a message; the summary is cut off elsewhere when its numbers are longer
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)*", re.IGNORECASE)
@@ -140,7 +141,7 @@ class InterruptionRecord:
         return cls(
             -1 if rank is None else rank,
             kind,
-            _shortened(summary),
+            _shortened(summary, _SUMMARY_CHARS),
             detail[-DETAIL_CHARS:],
             _place(error.__traceback__),
             class_of(_symptoms(error, evidence, oom)),
@@ -148,10 +149,10 @@ class InterruptionRecord:
         )
 
 
-def _shortened(text: str) -> str:
+def _shortened(text: str, most: int) -> str:
     """Return the begin and the end of a text: the last line of a traceback in a message says what has happened."""
-    half = _SUMMARY_CHARS // 2
-    return text if len(text) <= _SUMMARY_CHARS else f"{text[: half - 5]} ... {text[-half:]}"
+    half = most // 2
+    return text if len(text) <= most else f"{text[: half - 5]} ... {text[-half:]}"
 
 
 def _symptoms(error: BaseException, evidence: tuple[str, ...], oom: bool) -> Symptoms:
@@ -163,7 +164,7 @@ def _symptoms(error: BaseException, evidence: tuple[str, ...], oom: bool) -> Sym
     while cause is not None and len(texts) < _MOST_CAUSES:
         kinds += [f"{each.__module__}.{each.__qualname__}" for each in type(cause).__mro__ if each is not object]
         try:
-            texts.append(str(cause))
+            texts.append(_shortened(str(cause), _MATCHED_CHARS))
         except Exception:
             texts.append("")
         inner = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else None

@@ -91,7 +91,7 @@ def _counting_file(pid: str) -> Path | None:
     path_of = {controllers: path for _, controllers, path in (line.split(":", 2) for line in groups)}
     first = next((path for controllers, path in path_of.items() if "memory" in controllers.split(",")), None)
     for mount in mounts:
-        kind, _, options = mount[mount.index("-") + 1 :][:3]
+        kind, *_, options = mount[mount.index("-") + 1 :]  # the source between them may be empty
         is_first = kind == "cgroup" and "memory" in options.split(",")
         path = first if is_first else path_of.get("") if kind == "cgroup2" else None
         if path is None:
@@ -100,7 +100,7 @@ def _counting_file(pid: str) -> Path | None:
         if inner.startswith(".."):
             inner = "."
         file = Path(mount[4], inner, "memory.oom_control" if is_first else "memory.events")
-        if file.exists():
+        if os.path.exists(file):
             return file
     return None
 

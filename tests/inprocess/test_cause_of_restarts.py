@@ -86,9 +86,9 @@ def test_each_restart_has_one_cause_that_all_ranks_know(tmp_path: Path) -> None:
     causes, lines = values[0]
     assert [value and value[0] for value in values] == [causes, causes, None, None]
     assert causes[0] is None
-    found = [(cause["rank"], cause["fault_class"]) for cause in causes[1:]]
-    assert found == [(rank, fault_class) for rank, _, fault_class, _ in FAULTS]
-    for cause, (_, _, _, parts) in zip(causes[1:], FAULTS, strict=True):
+    assert [cause["rank"] for cause in causes[1:]] == [rank for rank, _, _, _ in FAULTS]
+    for cause, (_, _, fault_class, parts) in zip(causes[1:], FAULTS, strict=True):
+        assert cause["fault_class"] == fault_class, cause
         assert all(part in cause["text"] for part in parts), cause
         assert cause["evidence"][0] == f"host {os.uname().nodename}"
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]

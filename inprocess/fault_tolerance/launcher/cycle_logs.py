@@ -12,10 +12,11 @@ import contextlib
 import fcntl
 import logging
 import os
+import queue
 import select
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
@@ -27,24 +28,34 @@ __all__ = ["CycleLogs"]
 _log = logging.getLogger(__name__)
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
+_SLOW_S = 10.0
 _LONGEST_LINE = 1 << 16  # longer ones are split
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The file of a cycle, and the begin of each line, by local rank; or the end, without a path."""
+
+    path: str = ""
+    prefixes: tuple[bytes, ...] = ()
 
 
 class CycleLogs:
     """The logs of `count` workers, at paths that begin with `prefix`: "/x/train.log" is "/x/train_cycle0.log", ....
 
-    A context manager, which has a thread. `begin_cycle` and `close` are for the launcher's thread. An error of writing
-    is logged once per cycle, and the lines are dropped: workers never wait for the file.
+    A context manager, which has a thread. `begin_cycle` and `close` are for the launcher's thread, and wait for a file
+    system for some seconds at most. An error of writing is logged once per cycle, and the lines are dropped; while the
+    file system does not answer, workers wait once their pipes are full.
     """
 
     def __init__(self, prefix: str, count: int) -> None:
         self._prefix = prefix
-        self._lock = threading.Lock()  # over all that follows
         self._file = -1
-        self._prefixes = [b""] * count
+        self._prefixes: tuple[bytes, ...] = (b"",) * count
         self._unfinished: dict[int, bytes] = {}  # descriptor to read from -> the begin of a line
         self._workers: dict[int, int] = {}  # descriptor to read from -> local rank
         self._writers: list[int] = []
+        self._changes: queue.SimpleQueue[tuple[_Change, threading.Event]] = queue.SimpleQueue()
         self._wake = Wakeup()
         for number in range(2 * count):
             reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -70,25 +81,16 @@ class CycleLogs:
     def begin_cycle(self, cycle: int, ranks: Sequence[int], world_size: int) -> None:
         """Write to the file of this cycle from now on. `ranks` are those of the workers, which have not begun."""
         width = len(str(world_size - 1))
-        with self._lock:
-            self._finish_file()
-            self._prefixes = [f"{rank:>{width}}: ".encode() for rank in ranks]
-            path = self.path(cycle)
-            try:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            except OSError as error:
-                _log.error("the output of the workers of cycle %d is lost: %s", cycle, error)
+        self._change(_Change(self.path(cycle), tuple(f"{rank:>{width}}: ".encode() for rank in ranks)))
 
     def close(self) -> None:
         """Write what there is, and end the thread. Idempotent."""
-        self._wake.set()
+        if not self._writers or not self._change(_Change()):
+            return
         self._thread.join()
-        with self._lock:
-            self._finish_file()
-            for descriptor in (*self._workers, *self._writers):
-                os.close(descriptor)
-            self._workers, self._writers = {}, []
+        for descriptor in (*self._workers, *self._writers):
+            os.close(descriptor)
+        self._workers, self._writers = {}, []
         self._wake.close()
 
     def __enter__(self) -> CycleLogs:
@@ -96,6 +98,18 @@ class CycleLogs:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _change(self, change: _Change) -> bool:
+        """Have the thread change over to this. False if it has not done so within some seconds; it does so later."""
+        is_done = threading.Event()
+        self._changes.put((change, is_done))
+        self._wake.set()
+        if is_done.wait(_SLOW_S):
+            return True
+        _log.error("the file system of %s has not answered for %g s", self._prefix, _SLOW_S)
+        return False
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poll = select.poll()
@@ -105,10 +119,26 @@ class CycleLogs:
         while True:
             ready = [descriptor for descriptor, _ in poll.poll()]
             if self._wake.fileno() in ready:
-                return
-            with self._lock:
+                self._wake.clear()
+                while not self._changes.empty():
+                    change, is_done = self._changes.get()
+                    self._finish_file()
+                    if change.path:
+                        self._open(change)
+                    is_done.set()
+                    if not change.path:
+                        return
+            else:
                 for reader in ready:
                     self._copy(reader)
+
+    def _open(self, change: _Change) -> None:
+        self._prefixes = change.prefixes
+        try:
+            os.makedirs(os.path.dirname(change.path), exist_ok=True)
+            self._file = os.open(change.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            _log.error("the output of the workers of this cycle is lost: %s", error)
 
     def _finish_file(self) -> None:
         """Write what is in the pipes, and lines without an end; close the file."""

@@ -133,8 +133,8 @@ def describe_failures(failures: Mapping[int, ProcessFailure], processes: WorkerP
     """
     early = " before the function in the wrapper was completed"
     ended = [f"rank {rank} with {each.exitcode}{'' if each.exitcode else early}" for rank, each in failures.items()]
-    cause = cause_of_failures(failures, processes.kernel)
-    return f"workers have ended: {', '.join(ended)}; cause: {cause}"
+    cause = f"; cause: {cause_of_failures(failures, processes.kernel)}" if failures else ""
+    return f"workers have ended: {', '.join(ended)}{cause}"
 
 
 def start_worker(context: Any, workers: WorkerProcesses, local_rank: int, variables: Mapping[str, str]) -> int:

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from inprocess.fault_tolerance.launcher import cycle_logs
 from inprocess.fault_tolerance.launcher.cycle_logs import CycleLogs
 from inprocess.fault_tolerance.launcher.options import parse
 from tests.inprocess.fault_tolerance.launching import Job
@@ -82,6 +84,10 @@ def test_what_is_left_behind_can_go_on_writing(tmp_path: Path) -> None:
         logs.begin_cycle(0, [8, 11], 12)
         left = run(paths(logs, tmp_path / "x")[1], "import sys; print('first', flush=True); sys.stdin.read(); print(2)")
         run(paths(logs, tmp_path / "x")[0], "print('x' * 200_000)").communicate(timeout=30)
+        deadline = time.monotonic() + 30
+        while "11: first\n" not in (tmp_path / "a_cycle0.log").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         logs.begin_cycle(1, [3, 4], 12)
         left.communicate(timeout=30)
         assert left.returncode == 0
@@ -96,7 +102,22 @@ def test_workers_never_wait_for_a_file_that_cannot_be_written(tmp_path: Path, ca
     with CycleLogs(str(tmp_path / "folder" / "a.log"), 2) as logs:
         logs.begin_cycle(0, [0, 1], 2)
         run(paths(logs, tmp_path / "x")[0], "print('x' * 9_000_000)").communicate(timeout=30)
-    assert "the output of the workers of cycle 0 is lost" in caplog.text
+    assert "the output of the workers of this cycle is lost" in caplog.text
+
+
+def test_the_launcher_goes_on_if_the_file_system_does_not_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cycle_logs, "_SLOW_S", 0.1)
+    log = tmp_path / "a_cycle0.log"
+    os.mkfifo(log)  # whose opening waits for a reader
+    with CycleLogs(str(tmp_path / "a.log"), 2) as logs:
+        logs.begin_cycle(0, [0, 1], 2)
+        assert "has not answered for 0.1 s" in caplog.text
+        monkeypatch.undo()
+        run(paths(logs, tmp_path / "x")[0], "print('a line')").communicate(timeout=30)
+        with open(log) as stream:
+            assert stream.readline() == "0: a line\n"
 
 
 @pytest.mark.parametrize(
