@@ -30,6 +30,7 @@ from inprocess.fault_tolerance.launcher.workers import (
     WorkerProcesses,
     describe_failures,
     failures_of,
+    log_cause,
     start_worker,
     wait_readable,
 )
@@ -245,14 +246,16 @@ class LauncherAgent(LocalElasticAgent):
         if 0 in failed.values():  # for torch, that worker has succeeded
             assert self._pcontext is not None
             failures = failures_of(failed, self._workers, self._worker_group.workers, self._pcontext.error_files)
-            return CycleEnd(describe_failures(failures, self._workers), failures=failures, is_ours=True)
+            log_cause(failures, self._workers)
+            return CycleEnd(describe_failures(failures), failures=failures, is_ours=True)
         if not ended and self._workers.fds and not self._is_polled:
             return None
         result: RunResult = self._monitor_workers(self._worker_group)
         if result.state == WorkerState.HEALTHY:
             return None
         if result.is_failed():  # torch has stopped the others
-            return CycleEnd(describe_failures(result.failures, self._workers), failures=result.failures, is_ours=True)
+            log_cause(result.failures, self._workers)
+            return CycleEnd(describe_failures(result.failures), failures=result.failures, is_ours=True)
         return CycleEnd("all workers of this node have ended with 0")
 
     def _left_early(self, local_rank: int) -> bool:

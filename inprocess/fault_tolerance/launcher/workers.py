@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 from inprocess.fault_tolerance.launcher.worker_causes import cause_of_failures
 from inprocess.process_end import KernelEvidence
 
-__all__ = ["WorkerProcesses", "describe_failures", "failures_of", "start_worker", "wait_readable"]
+__all__ = ["WorkerProcesses", "describe_failures", "failures_of", "log_cause", "start_worker", "wait_readable"]
 
 _log = logging.getLogger(__name__)
 _KILL_WAIT_S = 30.0
@@ -126,15 +126,17 @@ def failures_of(
     }
 
 
-def describe_failures(failures: Mapping[int, ProcessFailure], processes: WorkerProcesses) -> str:
-    """Return the failures, by rank, as text, and their cause.
-
-    A worker that has failed although it ended with 0 was in the wrapper.
-    """
+def describe_failures(failures: Mapping[int, ProcessFailure]) -> str:
+    """Return the failures, by rank, as text. A worker that has failed although it ended with 0 was in the wrapper."""
     early = " before the function in the wrapper was completed"
     ended = [f"rank {rank} with {each.exitcode}{'' if each.exitcode else early}" for rank, each in failures.items()]
-    cause = f"; cause: {cause_of_failures(failures, processes.kernel)}" if failures else ""
-    return f"workers have ended: {', '.join(ended)}{cause}"
+    return f"workers have ended: {', '.join(ended)}"
+
+
+def log_cause(failures: Mapping[int, ProcessFailure], processes: WorkerProcesses) -> None:
+    """Log why workers have failed, on one line."""
+    if failures:
+        _log.error("cause: %s", cause_of_failures(failures, processes.kernel))
 
 
 def start_worker(context: Any, workers: WorkerProcesses, local_rank: int, variables: Mapping[str, str]) -> int:
