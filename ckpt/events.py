@@ -200,9 +200,12 @@ class Restarted(Event):
 
     iteration: the iteration that begins; 1 after the first fault
     seconds: from `fault_time` until now; if that is unknown, since the end of the function
-    cause: the first fault: its rank, kind and message, shortened
+    cause: the first fault: its rank, message and place, shortened
     fault_time: when this rank learned of the fault, in seconds since 1970; None if no `CheckpointAbort` was there
     step: the step that training continues from; None if it starts anew
+    fault_class: "user code", "data", "out of memory", "hardware", "network", "storage", "preempted" or "unknown"
+    advice: what to do about faults of this class, one sentence
+    evidence: further lines: the host of that rank, and what its kernel says
     """
 
     iteration: int
@@ -210,6 +213,9 @@ class Restarted(Event):
     cause: str
     fault_time: float | None
     step: int | None
+    fault_class: str = "unknown"
+    advice: str = ""
+    evidence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

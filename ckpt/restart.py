@@ -136,7 +136,7 @@ class CheckpointFinalize(Finalize):
             seconds = time.monotonic() - begin if fault_time is None else max(0.0, now - fault_time)
             rank = next((rank for rank in (state.active_rank, state.rank) if rank is not None), -1)
             step = self._bridge.resume_step
-            emit(Restarted(now, rank, state.iteration + 1, seconds, _cause(state), fault_time, step))
+            emit(Restarted(now, rank, state.iteration + 1, seconds, _cause(state), fault_time, step, *_why(state)))
         _log.info(
             "checkpoints are ready for iteration %d after %.0f ms; restored %s",
             state.iteration + 1,
@@ -187,7 +187,14 @@ def _iteration_store(iteration: int, timeout: timedelta) -> Any:
 
 def _cause(state: FrozenState) -> str:
     """Return the first fault that caused the restart, as one line."""
-    if not state.interruptions:
-        return "" if state.fn_exception is None else shortened(f"{type(state.fn_exception).__name__}")
-    first = state.interruptions[0]
-    return shortened(f"rank {first.rank}: {first.interruption.name}: {first.summary}".removesuffix(": "))
+    if state.cause is not None:
+        return shortened(f"rank {state.cause.rank}: {state.cause.text}")
+    if state.interruptions:  # processes join, which is no fault
+        return shortened(f"{state.interruptions[0].interruption.name}: {state.interruptions[0].summary}")
+    return "" if state.fn_exception is None else type(state.fn_exception).__name__
+
+
+def _why(state: FrozenState) -> tuple[str, str, tuple[str, ...]]:
+    """Return the class of the fault, what to do about it, and further evidence."""
+    cause = state.cause
+    return ("unknown", "", ()) if cause is None else (cause.fault_class.value, cause.advice, cause.evidence)

@@ -22,6 +22,7 @@ __all__ = [
     "AbortTransformerEngine",
     "discard_process_groups",
     "dump_flight_recorder",
+    "flight_recorder_files",
     "unblock_main_thread",
 ]
 
@@ -135,7 +136,7 @@ def dump_flight_recorder(folder: str | os.PathLike[str] | None, state: FrozenSta
     enables the recorder (TORCH_FR_BUFFER_SIZE, TORCH_NCCL_TRACE_BUFFER_SIZE), or if this torch has no recorder. OSError
     if the file cannot be written.
     """
-    folder = folder or next(filter(None, map(os.environ.get, _TRACE_PATH_VARIABLES)), None)
+    folder = folder or _folder_of_environment()
     if folder is None or not any(_positive(variable) for variable in _SIZE_VARIABLES):
         return None
     import torch
@@ -151,6 +152,20 @@ def dump_flight_recorder(folder: str | os.PathLike[str] | None, state: FrozenSta
     file.write_bytes(dump())
     _log.info("wrote the flight recorder to %s", file)
     return file
+
+
+def flight_recorder_files(hook: object, iteration: int) -> list[str]:
+    """Return the files that `dump_flight_recorder` has written in an iteration, as far as this host sees them.
+
+    `hook` is the abort hook, which may have the folder.
+    """
+    folders = [getattr(each, "torch_fr_trace_path", None) for each in getattr(hook, "instances", (hook,))]
+    folder = next(filter(None, folders), None) or _folder_of_environment()
+    return [] if folder is None else sorted(map(str, Path(folder).glob(f"iteration_{iteration}/rank_*")))
+
+
+def _folder_of_environment() -> str | None:
+    return next(filter(None, map(os.environ.get, _TRACE_PATH_VARIABLES)), None)
 
 
 def _positive(variable: str) -> bool:

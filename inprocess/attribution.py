@@ -10,12 +10,18 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from types import TracebackType
+from types import CodeType, TracebackType
+from typing import Any
+
+from inprocess.fault_classes import ADVICE, LOST_CONNECTION, FaultClass, Symptoms, class_of
+from inprocess.process_end import KernelEvidence
 
 __all__ = [
     "DETAIL_CHARS",
+    "Cause",
     "Interruption",
     "InterruptionRecord",
+    "cause_of",
     "compact_ranks",
     "distinct_faults",
     "format_interruptions",
@@ -31,24 +37,12 @@ _VERBOSE_ENV = "INPROCESS_VERBOSE_RANKS"
 _LISTED_RANKS = 8
 _SUMMARY_CHARS = 500
 _MOST_DISTINCT = 16
+_MOST_CAUSES = 5
+_MATCHED_CHARS = 16 << 10  # of each message, for its class
+_OF_DEVICES = ("CUDA", "NCCL", "GPU", "Accelerator")
 _COMPARED_CHARS = 200  # of a message; the summary is cut off elsewhere when its numbers are longer
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)*", re.IGNORECASE)
 _STANDARD_LIBRARY = f"{os.path.dirname(os.__file__)}/"
-
-_LOST_CONNECTION = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection was likely closed",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "socket timeout",
-    "timed out waiting",
-    "remote process exited",
-    "remote error",
-    "failed to recv",
-    "application timeout caused pair closure",
-)
 
 DETAIL_CHARS = 24 << 10
 """The largest part of a traceback or of stacks that a record holds."""
@@ -75,7 +69,9 @@ class InterruptionRecord:
     """One fault. `rank` is the dense rank in the iteration it happened in.
 
     `summary` is one line ("ValueError: ..."), `detail` a traceback or the stacks of all threads, `place` where in the
-    code it happened, the same on all ranks. Comparisons ignore these: two reports of the same fault are equal.
+    code it happened, the same on all ranks. `fault_class` is its class as far as its rank or its monitor could tell,
+    `evidence` are further lines about it, the host first. Comparisons ignore these: two reports of the same fault are
+    equal.
     """
 
     rank: int
@@ -83,6 +79,8 @@ class InterruptionRecord:
     summary: str = field(default="", compare=False)
     detail: str = field(default="", compare=False)
     place: str = field(default="", compare=False)
+    fault_class: FaultClass = field(default=FaultClass.UNKNOWN, compare=False)
+    evidence: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def fault(self) -> tuple[str, ...]:
@@ -97,7 +95,11 @@ class InterruptionRecord:
 
     def __str__(self) -> str:
         """Return the text form: one line of JSON, which `from_str` reads."""
-        return json.dumps({**asdict(self), "interruption": self.interruption.name})
+        return json.dumps(self.document())
+
+    def document(self) -> dict[str, Any]:
+        """Return the values as JSON knows them."""
+        return {**asdict(self), "interruption": self.interruption.name, "fault_class": self.fault_class.value}
 
     @classmethod
     def from_str(cls, string: str) -> InterruptionRecord:
@@ -110,23 +112,73 @@ class InterruptionRecord:
                 summary=str(fields.get("summary", "")),
                 detail=str(fields.get("detail", "")),
                 place=str(fields.get("place", "")),
+                fault_class=FaultClass(fields.get("fault_class", FaultClass.UNKNOWN.value)),
+                evidence=tuple(map(str, fields.get("evidence", ()))),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the text of an interruption record: {string[:200]!r}") from error
 
     @classmethod
-    def of_exception(cls, error: BaseException, rank: int | None, kind: Interruption) -> InterruptionRecord:
+    def of_exception(
+        cls,
+        error: BaseException,
+        rank: int | None,
+        kind: Interruption,
+        kernel: KernelEvidence | None = None,
+    ) -> InterruptionRecord:
         """Describe an exception on `rank` (None: it has none); by its type alone if it cannot be printed.
 
-        Characters that UTF-8 does not have, as in names of files that are not text, are escaped.
+        Characters that UTF-8 does not have, as in names of files that are not text, are escaped. Of the
+        evidence of the `kernel` only that about devices takes time, and only errors of those need it.
         """
         try:
             summary = _encodable(f"{type(error).__name__}: {error}")
             detail = _encodable("".join(traceback.format_exception(error)))
         except Exception:
             summary, detail = _encodable(type(error).__name__), ""
-        place = _place(error.__traceback__)
-        return cls(-1 if rank is None else rank, kind, summary[:_SUMMARY_CHARS], detail[-DETAIL_CHARS:], place)
+        of_device = any(word in summary for word in _OF_DEVICES)
+        evidence, oom = ((), False) if kernel is None else kernel.gather(reads_log=of_device)
+        return cls(
+            -1 if rank is None else rank,
+            kind,
+            _shortened(summary, _SUMMARY_CHARS),
+            detail[-DETAIL_CHARS:],
+            _place(error.__traceback__),
+            class_of(_symptoms(error, evidence, oom)),
+            (f"host {os.uname().nodename}", *evidence),
+        )
+
+
+def _shortened(text: str, most: int) -> str:
+    """Return the begin and the end of a text: the last line of a traceback in a message says what has happened."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[: half - 5]} ... {text[-half:]}"
+
+
+def _symptoms(error: BaseException, evidence: tuple[str, ...], oom: bool) -> Symptoms:
+    """Return what is known of an exception and of those that it was raised from."""
+    files = [code.co_filename for code, _ in reversed(_frames(error.__traceback__))]
+    kinds: list[str] = ["exception"]
+    texts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(texts) < _MOST_CAUSES:
+        kinds += [f"{each.__module__}.{each.__qualname__}" for each in type(cause).__mro__ if each is not object]
+        try:
+            texts.append(_shortened(str(cause), _MATCHED_CHARS))
+        except Exception:
+            texts.append("")
+        inner = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else None
+        cause = cause.__cause__ or inner
+    return Symptoms(" ".join(kinds), "\n".join([*texts, *evidence]), " ".join(files), oom=oom)
+
+
+def _frames(tb: TracebackType | None) -> list[tuple[CodeType, int]]:
+    """Return code and line of each frame of a traceback, the innermost last."""
+    frames = []
+    while tb is not None:
+        frames.append((tb.tb_frame.f_code, tb.tb_lineno))
+        tb = tb.tb_next
+    return frames
 
 
 def _place(tb: TracebackType | None) -> str:
@@ -134,10 +186,7 @@ def _place(tb: TracebackType | None) -> str:
 
     Empty without a frame.
     """
-    frames = []
-    while tb is not None:
-        frames.append((tb.tb_frame.f_code, tb.tb_lineno))
-        tb = tb.tb_next
+    frames = _frames(tb)
     own = [(code, line) for code, line in frames if not _is_of_library(code.co_filename)]
     shown = list(dict.fromkeys([*frames[-1:], *own[-1:]]))
     places = [f"{short_path(code.co_filename)}:{line} in {code.co_qualname}" for code, line in shown]
@@ -197,10 +246,62 @@ def distinct_faults(records: Iterable[InterruptionRecord]) -> list[InterruptionR
     return list(first.values())[:_MOST_DISTINCT]
 
 
-def logged_by(record: InterruptionRecord, records: Iterable[InterruptionRecord]) -> int:
-    """Return the rank that logs the details of a record: its own, or the lowest that is left if that rank is gone."""
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why an iteration was interrupted: the fault that was first, on `rank`, with its class and what to do about it.
+
+    `text` is one line: its summary and place; `evidence` as in `InterruptionRecord`. `followed` are the ranks whose
+    faults are consequences of it: lost connections.
+    """
+
+    rank: int
+    fault_class: FaultClass
+    text: str
+    advice: str
+    evidence: tuple[str, ...] = ()
+    followed: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """Return it on one line."""
+        evidence = "".join(f"; {each}" for each in self.evidence)
+        lost = f"; then rank {compact_ranks(self.followed)} lost the connection" if self.followed else ""
+        what = f"{self.fault_class.value}: rank {self.rank} was first: {self.text}"
+        return f"{what}{evidence}{lost}; {self.advice}"
+
+    def document(self) -> dict[str, Any]:
+        """Return the values as JSON knows them."""
+        lists = {"evidence": list(self.evidence), "followed": list(self.followed)}
+        return {**asdict(self), "fault_class": self.fault_class.value, **lists}
+
+
+def cause_of(records: Iterable[InterruptionRecord]) -> Cause | None:
+    """Return the cause, by the records in the order in which they were reported; None if there is no fault in them.
+
+    The first fault that is no lost connection is the cause. One of the network is only the cause of itself: if a rank
+    has another fault, that counts.
+    """
+    faults = [each for each in records if each.interruption is not Interruption.NEWCOMER]
+    causes = without_consequences(faults)
+    if not causes:
+        return None
+    first = next((each for each in causes if each.fault_class is not FaultClass.NETWORK), causes[0])
+    at = f" ({first.place})" if first.place else ""
+    lines = first.summary.strip().splitlines() or [first.interruption.name]
+    followed = {each.rank for each in faults if each not in causes} - {first.rank}
+    return Cause(
+        first.rank,
+        first.fault_class,
+        " ... ".join(dict.fromkeys([lines[0], lines[-1]])) + at,
+        ADVICE[first.fault_class],
+        first.evidence,
+        tuple(sorted(followed)),
+    )
+
+
+def logged_by(fault: InterruptionRecord | Cause, records: Iterable[InterruptionRecord]) -> int:
+    """Return the rank that logs the details of a fault: its own, or the lowest that is left if that rank is gone."""
     gone = {each.rank for each in records if each.interruption not in _SURVIVED}
-    return record.rank if record.rank not in gone else next(rank for rank in count() if rank not in gone)
+    return fault.rank if fault.rank not in gone else next(rank for rank in count() if rank not in gone)
 
 
 def _is_lost_connection(summary: str) -> bool:
@@ -211,7 +312,7 @@ def _is_lost_connection(summary: str) -> bool:
     kind, _, text = summary.partition(": ")
     if kind not in ("RuntimeError", "ConnectionError") and not kind.startswith(("Dist", "Connection", "BrokenPipe")):
         return False
-    return any(phrase in text.lower() for phrase in _LOST_CONNECTION)
+    return any(phrase in text.lower() for phrase in LOST_CONNECTION)
 
 
 def compact_ranks(ranks: Iterable[int], *, verbose: bool | None = None) -> str:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 
 from inprocess.attribution import Interruption, InterruptionRecord, compact_ranks, short_path
+from inprocess.fault_classes import FaultClass, Symptoms, class_of
 
 __all__ = ["Position", "blamed", "position_of"]
 
@@ -29,23 +30,28 @@ _BACKWARD = f"{os.sep}torch{os.sep}autograd{os.sep}graph.py"  # DDP and FSDP wai
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the main thread of a rank is: the `function`, and its `line`. It `waits` if it is in a collective."""
+    """Where the main thread of a rank is: the `function`, and its `line`. It `waits` if it is in a collective.
+
+    `fault_class` is that of a hang there.
+    """
 
     rank: int
     waits: bool
     function: str
     line: str
+    fault_class: FaultClass = FaultClass.UNKNOWN
 
     def __str__(self) -> str:
         """Return the text form: one line of JSON, which `from_str` reads."""
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(self), "fault_class": self.fault_class.value})
 
     @classmethod
     def from_str(cls, text: str) -> Position:
         """Read the text form. ValueError if it is not one."""
         try:
             values = json.loads(text)
-            return cls(int(values["rank"]), bool(values["waits"]), str(values["function"]), str(values["line"]))
+            where = str(values["function"]), str(values["line"])
+            return cls(int(values["rank"]), bool(values["waits"]), *where, FaultClass(values["fault_class"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the text of a position: {text[:200]!r}") from error
 
@@ -61,7 +67,18 @@ def position_of(rank: int, thread: int) -> Position | None:
     if innermost is None or frame is None or frame.f_code.co_filename.startswith(_OWN):
         return None
     file, name = short_path(frame.f_code.co_filename), frame.f_code.co_qualname
-    return Position(rank, _waits(frame), f"{file} in {name}", f"{file}:{frame.f_lineno} in {name}")
+    waits = _waits(frame)
+    symptoms = Symptoms("hang in a collective" if waits else "hang", files=_files(frame))
+    return Position(rank, waits, f"{file} in {name}", f"{file}:{frame.f_lineno} in {name}", class_of(symptoms))
+
+
+def _files(frame: FrameType | None) -> str:
+    """Return the files of a frame and those that it was called from."""
+    files = []
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return " ".join(files)
 
 
 def _is_called(path: str) -> bool:
@@ -112,6 +129,7 @@ def blamed(
             Interruption.SOFT_TIMEOUT,
             f"at {position.line}, in no collective, while rank {ranks} waited in one: {waiting[0].summary}",
             place=position.function,
+            fault_class=position.fault_class,
         )
         for position in outside
     ]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from inprocess.agreement import Agreement, IterationOutcome
-from inprocess.attribution import DETAIL_CHARS, InterruptionRecord, format_interruptions, logged_by
+from inprocess.attribution import DETAIL_CHARS, InterruptionRecord, cause_of, format_interruptions, logged_by
 from inprocess.blame import position_of
 from inprocess.exception import RankShouldRestart, StaleViewError, StoreError, TimeoutError
 from inprocess.ipc.threads import JoinableThread
@@ -172,7 +172,9 @@ class MonitorThread:
         record = self.agreement.reported_hang(rank)
         stacks = own_stacks()[:DETAIL_CHARS]
         if record is not None:
-            self.agreement.interrupt(replace(record, place="" if position is None else position.function))
+            if position is not None:
+                record = replace(record, place=position.function, fault_class=position.fault_class)
+            self.agreement.interrupt(record)
             self.agreement.report_stacks(rank, stacks)
         only_waits = position is None or (record is None and position.waits)
         self.agreement.report_position(rank, None if only_waits else position, stacks)
@@ -183,6 +185,9 @@ class MonitorThread:
         for record in self.records:
             if record.detail and logged_by(record, self.records) == self.state.rank:
                 _log.error("%s on rank %d:\n%s", record.interruption.name, record.rank, record.detail)
+        cause = cause_of(self.records)
+        if cause is not None and logged_by(cause, self.records) == self.state.rank:
+            _log.error("cause of the restart: %s", cause)
         exception_type = _with_message(f"iteration {self.state.iteration} is interrupted: {reason}")
         with self.atomic_lock.hold(_LOCK_WARNING_S, self._warn_about_lock):
             self.watchdog.hold()  # a rank whose abort hangs cannot restart: the hard timeout ends it

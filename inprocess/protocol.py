@@ -16,12 +16,14 @@ What the ranks decide together is in `agreement`; no rank decides for others her
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from inprocess.abort import flight_recorder_files
 from inprocess.absent import AbsentRanks
 from inprocess.agreement import Agreement, IterationOutcome, Roster, depart
 from inprocess.attribution import Interruption, InterruptionRecord, is_bystander
@@ -44,6 +46,7 @@ from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.monitor_process.supervised import MonitorProcess
 from inprocess.monitor_thread import MonitorThread
+from inprocess.process_end import KernelEvidence
 from inprocess.process_state import handler_errors_logged, reset_libraries
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.protocol_phases import Phase
@@ -117,6 +120,7 @@ class RestartProtocol:
         self._agreement: Agreement | None = None
         self._result: Any = None
         self._clock = RestartClock()
+        self._kernel = KernelEvidence(os.getpid())
         self._leftovers = Leftovers(services.thrower, services.held_locks)
         self._threads_left: list[str] = []
 
@@ -264,6 +268,7 @@ class RestartProtocol:
             self._agreement.report_active_size(state.active_world_size)
         services.monitor_process.start_iteration(state.rank, state.world_size, state.iteration)
         services.progress_watchdog.reset()
+        self._kernel.begin()
         state.store = services.iteration_store(state.iteration)
         if state.iteration > 1 and state.rank == 0:
             services.forget_iteration(state.iteration - 2)
@@ -321,7 +326,7 @@ class RestartProtocol:
     def _report(self, error: BaseException, monitor: MonitorThread) -> None:
         """Record the fault of this rank. If that fails, the others wait for it: it leaves."""
         kind = Interruption.EXCEPTION if isinstance(error, Exception) else Interruption.BASE_EXCEPTION
-        record = InterruptionRecord.of_exception(error, self.state.rank, kind)
+        record = InterruptionRecord.of_exception(error, self.state.rank, kind, self._kernel)
         _log.error("%s failed: %s (%s)", self, record.summary, record.place)
         _log.debug("%s", record.detail)  # one rank of all with this fault logs it when all have reported theirs
         assert self._agreement is not None
@@ -401,6 +406,7 @@ class RestartProtocol:
                 world_size=(world_size_before, self.state.world_size),
                 seconds=self._clock.seconds(),
                 pause_s=self._faults.pause_s,
+                flight_recorder=flight_recorder_files(self._settings.abort, self.state.iteration),
             )
         self._clock.clear()
 

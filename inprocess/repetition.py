@@ -6,8 +6,9 @@
 A replacement reads the same roster. No rank decides by what only its own process remembers.
 
 The same fault is one of the same type at the same place in the code, on whichever rank: messages contain numbers and
-addresses that differ. Faults that cost a rank (deaths, lost nodes) end by themselves when no rank is left; they count
-for the limit per hour, and delay no restart by themselves. Nor does a restart that takes in processes.
+addresses that differ. Of the hardware, it is the same fault only on the same rank. Faults that cost
+a rank (deaths, lost nodes) end by themselves when no rank is left; they, and requests to end, count for the limit per
+hour, and delay no restart by themselves. Nor does a restart that takes in processes.
 
 *Progress* makes the history empty: a larger step than ever before, restored or published by a checkpointer or reported
 by the function, or more pings in one iteration than ever before. Without any step known, an iteration that ran for an
@@ -28,6 +29,7 @@ from typing import Any
 from inprocess.attribution import Interruption, InterruptionRecord, format_interruptions, without_consequences
 from inprocess.bounded_waits import wait_until_set
 from inprocess.exception import RepeatedFault
+from inprocess.fault_classes import FaultClass
 
 __all__ = ["PINGS", "SECONDS", "STEP", "FaultBounds", "FaultHistory", "FaultLimits", "fault_names"]
 
@@ -180,9 +182,11 @@ def fault_names(records: Iterable[InterruptionRecord]) -> list[str]:
     """
     names = []
     for record in without_consequences(records):
-        if record.interruption in _REPEATABLE:
+        if record.interruption in _REPEATABLE and record.fault_class is not FaultClass.PREEMPTED:
             is_exception = record.interruption is Interruption.EXCEPTION
             kind = record.summary.partition(":")[0] if is_exception else record.interruption.name
             if kind:  # of one among very many ranks only the rank is known
-                names.append(f"{kind} at {record.place}" if record.place else kind)
+                name = f"{kind} at {record.place}" if record.place else kind
+                is_hardware = record.fault_class is FaultClass.HARDWARE
+                names.append(f"{name} on rank {record.rank}" if is_hardware else name)
     return list(dict.fromkeys(names))[:_MOST_NAMES]

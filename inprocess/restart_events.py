@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from inprocess.attribution import InterruptionRecord
+from inprocess.attribution import InterruptionRecord, cause_of
 
 __all__ = ["RestartClock", "RestartEvents"]
 
@@ -57,33 +56,35 @@ class RestartEvents:
         self,
         *,
         iteration: int,
-        records: Iterable[InterruptionRecord],
+        records: Sequence[InterruptionRecord],
         terminated_ranks: Iterable[int],
         world_size: tuple[int, int],
         seconds: Mapping[str, float],
         pause_s: float = 0.0,
+        flight_recorder: Iterable[str] = (),
     ) -> None:
         """Write that `iteration` was interrupted: why, which ranks are lost, and how long each phase took on this rank.
 
-        `pause_s` is how long the ranks wait before the next iteration.
+        `pause_s` is how long the ranks wait before the next iteration, `flight_recorder` are the files that torch's
+        recorder of collectives has written.
         """
         event = {
             "event": "restart",
             "iteration": iteration,
-            "reasons": [{**asdict(record), "interruption": record.interruption.name} for record in records],
+            **_why(records),
             "terminated_ranks": sorted(terminated_ranks),
             "world_size_before": world_size[0],
             "world_size_after": world_size[1],
             "seconds": {name: round(value, 6) for name, value in seconds.items()},
             "pause_s": pause_s,
+            "flight_recorder": list(flight_recorder),
         }
         self._append(event)
 
-    def gave_up(self, rank: int | None, iteration: int, records: Iterable[InterruptionRecord], why: str) -> None:
+    def gave_up(self, rank: int | None, iteration: int, records: Sequence[InterruptionRecord], why: str) -> None:
         """Write that the job ends after `iteration`, because faults came back too often. Only rank 0 writes."""
         if rank == 0:
-            reasons = [{**asdict(record), "interruption": record.interruption.name} for record in records]
-            self._append({"event": "gave_up", "iteration": iteration, "reasons": reasons, "why": why})
+            self._append({"event": "gave_up", "iteration": iteration, **_why(records), "why": why})
 
     def _append(self, event: Mapping[str, object]) -> None:
         """Write a line. An error of writing is only logged."""
@@ -99,3 +100,9 @@ class RestartEvents:
                 os.close(fd)
         except OSError as error:
             _log.error("cannot write %s: %s", self._path, error)
+
+
+def _why(records: Sequence[InterruptionRecord]) -> dict[str, object]:
+    cause = cause_of(records)
+    reasons = [record.document() for record in records]
+    return {"cause": None if cause is None else cause.document(), "reasons": reasons}

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from inprocess.attribution import InterruptionRecord
+from inprocess.attribution import Cause, InterruptionRecord, cause_of
 from inprocess.rank_environment import ranks_of_environment
 
 __all__ = ["FrozenState", "Mode", "State", "Status"]
@@ -34,7 +34,8 @@ class State:
     `rank` and `world_size` number the live ranks without gaps (`rank` is None once terminated); `active_rank` and
     `active_world_size` are what the wrapped function sees (`active_rank` is None on a spare). `initial_rank` and
     `initial_world_size` never change. `fn_exception` is what the wrapped function raised on this rank in this
-    iteration; `interruptions` is why the last restart happened, on whichever rank, and is the same on all ranks.
+    iteration; `interruptions` is why the last restart happened, on whichever rank, and `cause` the first fault in them
+    with its class: the same on all ranks.
     """
 
     rank: int | None
@@ -69,6 +70,11 @@ class State:
     @status.setter
     def status(self, mode: Mode) -> None:
         self.mode = mode
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why the last restart happened; None before the first one, and after one that took in processes."""
+        return cause_of(self.interruptions)
 
     def activate_all_ranks(self) -> None:
         """Make every live rank active, with its dense number."""
@@ -121,6 +127,11 @@ class FrozenState:
     def status(self) -> Mode:
         """The older name of `mode`."""
         return self.mode
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why the last restart happened; None before the first one, and after one that took in processes."""
+        return cause_of(self.interruptions)
 
     def freeze(self) -> FrozenState:
         """Return itself."""

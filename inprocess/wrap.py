@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from inprocess import rank_assignment as assignments
 from inprocess.abort import AbortTorchDistributed, unblock_main_thread
 from inprocess.agreement import Agreement
+from inprocess.attribution import Cause
 from inprocess.deferred_log import DeferredLog
 from inprocess.exception import RestartAbort
 from inprocess.group_store import GroupStore
@@ -200,6 +201,11 @@ class CallWrapper(Uncopied):
     def iteration(self) -> int:
         """How often the function was restarted."""
         return self.state.iteration
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why the function was restarted, the same on all ranks; None in the first iteration."""
+        return self.state.cause
 
     @property
     def fencing_token(self) -> int:

@@ -59,6 +59,7 @@ ALLOWED["integrations"] = set()  # the topmost layer: nothing may import an adap
 # Units of inprocess, in layers: a unit may import what stands in a layer before its own, and nothing else.
 INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"ipc"},  # shared with ckpt, so it knows nothing of either
+    {"fault_classes", "process_end"},
     # Mechanisms that know nothing of restarts.
     {"attribution", "compose", "deferred_log", "exception", "hardware", "main_thread", "modes", "old_threads"}
     | {"process_state", "rank_environment", "settings", "tools"},

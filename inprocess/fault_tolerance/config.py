@@ -48,11 +48,11 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "node_health_check_endpoint": "no service is asked; check nodes in the prolog of the scheduler",
         "segment_health_check": "no decisions are read; exclude nodes in the scheduler; --nnodes=MIN:MAX has spares",
         "storage_health_check": WITHOUT_EFFECT["storage_healthcheck_path"],
-        "per_cycle_applog": "use --log-dir=DIR --redirects=3: a file for each restart, rank and stream",
+        "per_cycle_applog": "it is no setting of a file: give --ft-per-cycle-applog-prefix=PATH to ckpt_launcher",
         "nvrx_logfile": "the launcher logs to stderr: redirect that",
         **dict.fromkeys(
             ("enable_log_server", "log_server_", "log_aggregator_", "log_leaf_"),
-            "logs are sent to no server; with --log-dir=DIR --redirects=3 each node writes files",
+            "logs are sent to no server; with --ft-per-cycle-applog-prefix=PATH all nodes append to one file",
         ),
         **dict.fromkeys(("attribution_", "attrsvc_", "fact_"), WITHOUT_EFFECT["attribution_endpoint"]),
         "cycle_info_": WITHOUT_EFFECT["cycle_info_dir"],

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from inprocess.absent import silent_note
@@ -24,6 +25,7 @@ from inprocess.agreement import Agreement, depart
 from inprocess.attribution import DETAIL_CHARS, Interruption, InterruptionRecord
 from inprocess.coordination.namespace import PrefixView
 from inprocess.exception import RestartError, StaleViewError
+from inprocess.fault_classes import Symptoms, class_of
 from inprocess.ipc.suspension import Suspension
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.job_store import iteration_store, open_store
@@ -31,6 +33,7 @@ from inprocess.monitor_process.limits import Limit, ProgressLimits
 from inprocess.monitor_process.messages import Message, MonitorChannel, WatchRank
 from inprocess.monitor_process.sibling import SiblingMonitor
 from inprocess.monitor_process.watched import WatchedProcess, WatchedSections
+from inprocess.process_end import KernelEvidence, describe_status, exit_status
 from inprocess.progress_watchdog import Timestamp
 from inprocess.sections.deadlines import AlarmAction
 from inprocess.sections.report import Standing
@@ -68,6 +71,7 @@ class RankMonitor:
         self._left_behind = False  # the others are in a later iteration, and go on without this rank
         self._cut_off_since: float | None = None  # when the store was lost
         self._suspension = Suspension()
+        self._kernel = KernelEvidence(process.pid)
         self._limits = ProgressLimits(config.soft_timeout_s, config.hard_timeout_s)
         self._sections: WatchedSections | None = None
         if config.sections_fd is not None:
@@ -151,6 +155,7 @@ class RankMonitor:
         self._position = position
         assert position.world_size is not None
         self._limits.start(time.monotonic())
+        self._kernel.begin()
         self._sibling = SiblingMonitor(
             self._store_of(position.iteration),
             position.rank,
@@ -192,7 +197,8 @@ class RankMonitor:
         """Sibling thread: other ranks have no heartbeat; report that, and leave the iteration on their behalf."""
         agreement = Agreement(self._store_of(position.iteration), position.iteration, position.world_size)
         summary = f"no heartbeat for {self.config.heartbeat_timeout_s:g} s"
-        agreement.give_up([InterruptionRecord(rank, Interruption.UNRESPONSIVE, summary) for rank in ranks])
+        lost = partial(InterruptionRecord, fault_class=class_of(Symptoms("lost node", summary)))
+        agreement.give_up([lost(rank, Interruption.UNRESPONSIVE, summary) for rank in ranks])
 
     def _check_left_behind(self, iteration: int) -> None:
         """Any thread: the others are in a later iteration than this; find out whether they go on without this rank."""
@@ -304,14 +310,14 @@ class RankMonitor:
 
     def _handle_death(self) -> None:
         """Report the death and leave the iteration for the rank, unless the call was over or it has left itself."""
+        end = describe_status(exit_status(self.process.pid, self.process.fileno()))  # first: its parent may reap it
         self._read_messages()  # its last ones
         position = self._position
         if self._done or self._reported or position is None or self._store is None:
             self._done = True
             return
         _log.error("process %d of rank %d has died", self.process.pid, position.rank)
-        summary = f"process {self.process.pid} (initial rank {self.config.initial_rank}) died"
-        record = InterruptionRecord(position.rank, Interruption.TERMINATED, summary)
+        record = self._death(position.rank, end)
         self._attempt(
             lambda: depart(
                 self._agreement,
@@ -324,6 +330,18 @@ class RankMonitor:
         )
         self._stop_sibling()
         self._done = True
+
+    def _death(self, rank: int, end: str) -> InterruptionRecord:
+        summary = f"process {self.process.pid} (initial rank {self.config.initial_rank}) died"
+        evidence, oom = self._kernel.gather()
+        fault_class = class_of(Symptoms("death", "\n".join(evidence), end=end, oom=oom))
+        return InterruptionRecord(
+            rank,
+            Interruption.TERMINATED,
+            f"{summary}: {end}" if end else summary,
+            fault_class=fault_class,
+            evidence=(f"host {os.uname().nodename}", *evidence),
+        )
 
     def _attempt(self, act: Callable[[], object], otherwise: str) -> object:
         """Do something that needs the store; log if it fails, because the rank must be watched without a store, too."""

@@ -1,5 +1,6 @@
 """After `RestartBridge.recover_from_fault`: every save decided, the state back, nothing lost."""
 
+import json
 import logging
 import os
 import signal
@@ -15,13 +16,18 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt import events
 from ckpt.async_calls.writer import WriterProcess
 from ckpt.ranks.collectives import Ranks
+from ckpt.restart import CheckpointFinalize
 from ckpt.saving import stage as stage_module
 from ckpt.storage import directories, files
 from ckpt.storage.commit import Abandoned, PendingSave
 from ckpt.storage.documents import encode_document
 from ckpt.storage.root import CheckpointRoot
+from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.fault_classes import FaultClass
+from inprocess.state import FrozenState
 from tests.ckpt.crash.killers import KillingWriter, wait_until, with_writer
 from tests.support import LeakCheck, launch_ranks, run_ranks
 from tests.support.selection import FULL, full_only
@@ -287,6 +293,26 @@ def test_a_spare_decides_nothing_and_restores_nothing(tmp_path: Path, leak_check
     assert _is(of_spare, 1)
     spare.close()
     checkpointer.close()
+
+
+def test_an_event_names_the_cause(tmp_path: Path, leak_check: LeakCheck) -> None:
+    failed = InterruptionRecord(2, Interruption.EXCEPTION, "RuntimeError: Connection closed by peer")
+    evidence = ("host gpu-07", "memory was short")
+    died = InterruptionRecord(
+        1, Interruption.TERMINATED, "died: SIGKILL", fault_class=FaultClass.OUT_OF_MEMORY, evidence=evidence
+    )
+    joined = InterruptionRecord(4, Interruption.NEWCOMER, "is ready")
+    seen: list[events.Event] = []
+    with ckpt.observe(seen.append), ckpt.Checkpointer(tmp_path) as checkpointer:
+        finalize = CheckpointFinalize(checkpointer)
+        for records in ((failed, died), (joined,), ()):
+            finalize(FrozenState(0, 2, active_rank=0, active_world_size=2, interruptions=records))
+    first, second, third = (event for event in seen if isinstance(event, events.Restarted))
+    assert (first.cause, first.fault_class, first.evidence) == ("rank 1: died: SIGKILL", "out of memory", evidence)
+    assert first.advice.startswith("reduce")
+    assert (second.cause, second.fault_class, second.advice) == ("NEWCOMER: is ready", "unknown", "")
+    assert third.cause == ""
+    assert events.from_document(json.loads(json.dumps(events.to_document(first)))) == first
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

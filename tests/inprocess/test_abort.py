@@ -23,8 +23,10 @@ from inprocess.abort import (
     AbortTorchDistributed,
     AbortTransformerEngine,
     dump_flight_recorder,
+    flight_recorder_files,
     unblock_main_thread,
 )
+from inprocess.compose import Compose
 from inprocess.unblock import process_groups
 from inprocess.unblock.gloo_waits import watch_gloo_waits
 from inprocess.unblock.process_groups import discard_process_groups
@@ -529,6 +531,11 @@ def test_the_flight_recorder_is_written_when_it_records(
     file = dump_flight_recorder(folder, state(iteration=2))
     assert file == tmp_path / "iteration_2" / "rank_0"
     assert file.read_bytes() == b"trace"
+    hook = Compose(AbortTorchDistributed(folder), AbortTransformerEngine())
+    assert flight_recorder_files(hook, 2) == [str(file)]
+    assert flight_recorder_files(hook, 1) == []
+    monkeypatch.delenv(given, raising=False)
+    assert flight_recorder_files(None, 2) == []
 
 
 def test_transformer_engine_is_reset_if_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from inprocess import CallWrapper, Wrapper
 from inprocess.attribution import Interruption, InterruptionRecord
+from inprocess.fault_classes import ADVICE, FaultClass
 from inprocess.restart_events import RestartEvents
 from tests.inprocess.restarting import SHORT, outcome, seconds
 from tests.support import rank_values
@@ -41,6 +42,14 @@ def test_a_line(tmp_path: Path) -> None:
     assert first == {
         "event": "restart",
         "iteration": 0,
+        "cause": {
+            "rank": 1,
+            "fault_class": "unknown",
+            "text": "ValueError: ü",
+            "advice": ADVICE[FaultClass.UNKNOWN],
+            "evidence": [],
+            "followed": [],
+        },
         "reasons": [
             {
                 "rank": 1,
@@ -48,6 +57,8 @@ def test_a_line(tmp_path: Path) -> None:
                 "summary": "ValueError: ü\n",
                 "detail": "Traceback\n",
                 "place": "",
+                "fault_class": "unknown",
+                "evidence": [],
             },
         ],
         "terminated_ranks": [1, 3],
@@ -55,6 +66,7 @@ def test_a_line(tmp_path: Path) -> None:
         "world_size_after": 2,
         "seconds": {"total": 0.123457},
         "pause_s": 0.0,
+        "flight_recorder": [],
     }
     assert second["iteration"] == 1
 

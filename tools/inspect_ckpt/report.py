@@ -8,13 +8,16 @@ from dataclasses import asdict
 
 from .findings import Limits, find
 from .goodput import PAUSES, Event, Events, goodput, read_events
-from .output import CannotReadError, Exit, Output, duration, size
+from .output import CannotReadError, Exit, Output, duration, one_line, size
+from .restarts import restarts_of, summary
 from .root import any_root
 from .sections import report_page
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "write a page about a root: saves over time, slow ranks, changes, health, branches, goodput"
+
+_MOST_RESTARTS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +49,13 @@ def run(arguments: argparse.Namespace, output: Output) -> Exit:
         chosen = next((event for event in reversed(events.events) if event["event"] == "PaceChanged"), None)
         if chosen is not None:
             output.line(_pace_line(chosen))
-        output.json(times.document() | ({} if chosen is None else {"pace": chosen}))
+        restarts = restarts_of(events.events)
+        if restarts:
+            output.line(summary(restarts))
+        for restart in restarts[-_MOST_RESTARTS:]:
+            output.line(one_line(f"  {restart.at}  {restart.fault_class}: {restart.cause}; {restart.advice}"))
+        pace = {} if chosen is None else {"pace": chosen}
+        output.json(times.document() | pace | {"restarts": [each.document() for each in restarts]})
         return Exit.WHOLE
     if not os.path.isdir(os.path.dirname(os.path.abspath(arguments.file))):
         raise CannotReadError(f"cannot write {arguments.file}: there is no such directory")

@@ -15,12 +15,14 @@ from .findings import Findings, SavedStep
 from .goodput import WORDS, Event, Events, Goodput
 from .output import count, duration, plural, size
 from .page import Markup, bar, details, join, legend, page, pill, section, table, text, tiles
+from .restarts import Restart, of_lowest_rank, restarts_of, summary
 from .root import origin_of
 
 __all__ = ["report_page"]
 
 _SHOWN = 12
 _MOST_NODES = 100
+_MOST_RESTARTS = 200
 _PHASES = (
     ("plan, wait for a slot", "wait_s", "f"),
     ("stage", "stage_s", "b"),
@@ -42,6 +44,8 @@ def report_page(found: Findings, events: Events, times: Goodput) -> Markup:
     parts = [_tiles(found, times), _timeline(found, events.events)]
     if times.wall_s:
         parts.append(_goodput(times, events))
+    if restarts := restarts_of(events.events):
+        parts.append(_restarts(restarts))
     parts += [_saves(found), _ranks(found), _changes(found), _health(found), _lineage(found), _kept(found)]
     versions = (found.readable[-1].summary or {})["versions"] if found.readable else {}
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(found.time))
@@ -99,7 +103,7 @@ def _timeline(found: Findings, events: Sequence[Event]) -> Markup:
     known = {save.id.step for save in found.abandoned}
     gone += [
         Mark(event["time"], event["time"], "f", f"step {event['step']}: {event.get('kind')}: {event.get('cause')}")
-        for event in _of_one_rank(events, "SaveAbandoned")
+        for event in of_lowest_rank(events, "SaveAbandoned")
         if event["step"] not in known
     ]
     began = [
@@ -113,11 +117,11 @@ def _timeline(found: Findings, events: Sequence[Event]) -> Markup:
     ]
     restarts = [
         _mark(event, "d", f"restart {event.get('iteration')}: {event.get('cause')}")
-        for event in _of_one_rank(events, "Restarted")
+        for event in of_lowest_rank(events, "Restarted")
     ]
     restores = [
         _mark(event, "c", f"step {event['step']} restored in {duration(event['seconds'])}")
-        for event in _of_one_rank(events, "Restored")
+        for event in of_lowest_rank(events, "Restored")
     ]
     rows = [
         ("saves", saves),
@@ -135,13 +139,6 @@ def _timeline(found: Findings, events: Sequence[Event]) -> Markup:
 
 def _mark(event: Event, tone: str, title: str) -> Mark:
     return Mark(event["time"] - event["seconds"], event["time"], tone, title)
-
-
-def _of_one_rank(events: Sequence[Event], name: str) -> list[Event]:
-    """Return the events of a kind, of the lowest rank that has any."""
-    found = [event for event in events if event["event"] == name]
-    lowest = min((event["rank"] for event in found), default=0)
-    return [event for event in found if event["rank"] == lowest]
 
 
 def _owners(steps: Sequence[SavedStep]) -> list[tuple[int, SavedStep]]:
@@ -312,6 +309,18 @@ def _goodput(times: Goodput, events: Events) -> Markup:
     parts = [bar(lengths, times.wall_s), legend([(about, _TONES[kind]) for kind, about in WORDS.items()])]
     drawing = over_time([Lane("time", marks)])
     return section("Goodput", about + skipped, join(parts), drawing, table(("", ">time", ">share"), times.rows()))
+
+
+def _restarts(restarts: Sequence[Restart]) -> Markup:
+    rows = [
+        (each.at, each.iteration, each.fault_class, each.cause, each.evidence, each.advice)
+        for each in reversed(restarts)
+    ]
+    columns = ("restarted", ">iteration", "class", "cause: the rank that was first", "evidence", "what to do")
+    parts = [table(columns, rows[:_SHOWN])]
+    if len(rows) > _SHOWN:
+        parts.append(details(f"{len(rows) - _SHOWN} older ones", table(columns, rows[_SHOWN:_MOST_RESTARTS])))
+    return section("Restarts", f"{summary(restarts)}.", *parts)
 
 
 def _at(when: float) -> str:

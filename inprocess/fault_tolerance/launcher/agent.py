@@ -30,6 +30,7 @@ from inprocess.fault_tolerance.launcher.workers import (
     WorkerProcesses,
     describe_failures,
     failures_of,
+    log_cause,
     start_worker,
     wait_readable,
 )
@@ -143,6 +144,9 @@ class LauncherAgent(LocalElasticAgent):
         self._resources.monitors.begin_cycle(self._cycle)
         self._open_calls.close()
         _log.info("cycle %d begins: node %d of %d", self._cycle, group.group_rank, group.group_world_size)
+        if (logs := self._resources.cycle_logs) is not None:
+            ranks = [int(worker.global_rank) for worker in group.workers]
+            logs.begin_cycle(self._cycle, ranks, int(group.workers[0].world_size))
         for local_rank, pid in self._start_workers(group).items():
             group.workers[local_rank].id = pid
             self._resources.monitors.end_with_us(local_rank, pid)
@@ -242,6 +246,7 @@ class LauncherAgent(LocalElasticAgent):
         if 0 in failed.values():  # for torch, that worker has succeeded
             assert self._pcontext is not None
             failures = failures_of(failed, self._workers, self._worker_group.workers, self._pcontext.error_files)
+            log_cause(failures, self._workers)
             return CycleEnd(describe_failures(failures), failures=failures, is_ours=True)
         if not ended and self._workers.fds and not self._is_polled:
             return None
@@ -249,6 +254,7 @@ class LauncherAgent(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY:
             return None
         if result.is_failed():  # torch has stopped the others
+            log_cause(result.failures, self._workers)
             return CycleEnd(describe_failures(result.failures), failures=result.failures, is_ours=True)
         return CycleEnd("all workers of this node have ended with 0")
 

@@ -17,6 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from inprocess.fault_tolerance.launcher.agent import LauncherAgent
 from inprocess.fault_tolerance.launcher.cycle import LauncherResources
+from inprocess.fault_tolerance.launcher.cycle_logs import CycleLogs
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, Interrupted, SignalInbox
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
@@ -63,6 +64,10 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
         os.environ.update(options.worker_environment)  # workers inherit it
         monitors = RankMonitors(options.config, config.nproc_per_node)
         stack.callback(monitors.close)
+        prefix, logs = options.cycle_log_prefix, None
+        if prefix is not None:
+            os.environ.setdefault("PYTHONUNBUFFERED", "1")  # or a worker that is killed has not printed its last lines
+            logs = stack.enter_context(CycleLogs(prefix, config.nproc_per_node))
         inbox = stack.enter_context(ControlInbox())
         silence_s = _silence_s(config)
         try:
@@ -81,11 +86,12 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
             signals=signals,
             progress=TrainingProgressTracker.from_config(options.config),
             gpu_memory=GpuMemory(options.config),
+            cycle_logs=logs,
         )
         agent = LauncherAgent(
             _known(WorkerSpec, _spec(config, rounds, command, arguments)),
             resources,
-            logs_specs=config.logs_specs,
+            logs_specs=config.logs_specs if logs is None else logs.specs(config.logs_specs),
             start_method=config.start_method,
             log_line_prefix_template=config.log_line_prefix_template,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inprocess.fault_tolerance.data import WorkloadAction
+from inprocess.fault_tolerance.launcher.cycle_logs import CycleLogs
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, SignalInbox
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
@@ -33,6 +34,7 @@ class LauncherResources:
     signals: SignalInbox
     progress: TrainingProgressTracker
     gpu_memory: GpuMemory
+    cycle_logs: CycleLogs | None = None
 
 
 @dataclass(frozen=True)

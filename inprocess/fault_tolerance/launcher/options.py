@@ -38,6 +38,7 @@ class LauncherOptions:
     restart_policy: str
     min_workers: int
     max_replacements: int
+    cycle_log_prefix: str | None  # see `cycle_logs`
     worker_environment: Mapping[str, str]  # settings of the wrapper in the workers
 
     @property
@@ -76,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
         group, "--term-timeout", 1800.0, "for workers to end by themselves after a SIGTERM to the launcher (1800)"
     )
     config_cli.add_arguments(parser)
+    text = (
+        "absolute path: the output of all workers of cycle N goes to PATH_cycleN.log (before an extension, if there is "
+        "one), each line with its rank; not to the terminal"
+    )
+    spellings = ["--ft-per-cycle-applog-prefix", "--ft_per_cycle_applog_prefix"]
+    parser.add_argument_group("logs").add_argument(*spellings, metavar="PATH", help=text)
     group = parser.add_argument_group("workers that go on when others have failed (--ft-restart-policy=in-process)")
     text = "fewest workers of the job that must be left, running or ended with 0 (1); with fewer all are started again"
     spellings = ["--ft-min-workers", "--ft_min_workers", "--ft-min_workers"]
@@ -151,8 +158,24 @@ def _check_restart_policy(args: argparse.Namespace) -> None:
         )
 
 
+def _check_cycle_logs(args: argparse.Namespace) -> None:
+    option = "--ft-per-cycle-applog-prefix"
+    if args.ft_per_cycle_applog_prefix is None:
+        return
+    if not os.path.isabs(args.ft_per_cycle_applog_prefix):
+        raise ValueError(f"{option}={args.ft_per_cycle_applog_prefix} is not an absolute path, such as /logs/train.log")
+    if args.run_path:
+        raise ValueError(f"--run-path runs functions, whose output {option} cannot take: leave one of them out")
+    for name in ("redirects", "tee", "logs_specs", "duplicate_stdout_filters", "duplicate_stderr_filters"):
+        if getattr(args, name, None) not in (None, "0", [], ""):
+            raise ValueError(
+                f"--{name.replace('_', '-')} and {option} both say where output goes: leave one of them out"
+            )
+
+
 def _options(args: argparse.Namespace) -> LauncherOptions:
     _check_restart_policy(args)
+    _check_cycle_logs(args)
     path = args.ft_cfg_path
     if path and args.ft_ignore_missing_cfg and not os.path.exists(path):
         args.ft_cfg_path = None
@@ -168,6 +191,7 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
         restart_policy=args.ft_restart_policy,
         min_workers=1 if args.ft_min_workers is None else args.ft_min_workers,
         max_replacements=_MAX_REPLACEMENTS if args.ft_max_replacements is None else args.ft_max_replacements,
+        cycle_log_prefix=args.ft_per_cycle_applog_prefix,
         worker_environment={
             variable: str(value)
             for name, variable in LAUNCHER_VARIABLES.items()

@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.api import Worker
 from inprocess.fault_tolerance.launcher.cycle import CycleEnd
 from inprocess.fault_tolerance.launcher.meeting import Meeting
 from inprocess.fault_tolerance.launcher.orphans import end_orphans
-from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, describe_failures, failures_of
+from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, describe_failures, failures_of, log_cause
 
 __all__ = ["Survivors"]
 
@@ -93,6 +93,7 @@ class Survivors:
             end_orphans([self._processes.pids[local_rank] for local_rank in lost])
             self._report_lost(len(lost))
             self._come_back()
+            log_cause(failures, self._processes)
             end = self._count_left(describe_failures(failures))
             if end is not None:
                 return end

@@ -16,7 +16,10 @@ from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-__all__ = ["WorkerProcesses", "describe_failures", "failures_of", "start_worker", "wait_readable"]
+from inprocess.fault_tolerance.launcher.worker_causes import cause_of_failures
+from inprocess.process_end import KernelEvidence
+
+__all__ = ["WorkerProcesses", "describe_failures", "failures_of", "log_cause", "start_worker", "wait_readable"]
 
 _log = logging.getLogger(__name__)
 _KILL_WAIT_S = 30.0
@@ -31,6 +34,7 @@ class WorkerProcesses:
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.pids = dict(pids)
         self.starts = dict.fromkeys(pids, 1)  # how many processes were started, by local rank
+        self.kernel = KernelEvidence(os.getpid())  # workers are in the control group of the launcher
         self._running: dict[int, int] = {}  # local rank -> process descriptor
         for local_rank, pid in pids.items():
             with contextlib.suppress(ProcessLookupError):  # reaped already
@@ -129,6 +133,12 @@ def describe_failures(failures: Mapping[int, ProcessFailure]) -> str:
     return f"workers have ended: {', '.join(ended)}"
 
 
+def log_cause(failures: Mapping[int, ProcessFailure], processes: WorkerProcesses) -> None:
+    """Log why workers have failed, on one line."""
+    if failures:
+        _log.error("cause: %s", cause_of_failures(failures, processes.kernel))
+
+
 def start_worker(context: Any, workers: WorkerProcesses, local_rank: int, variables: Mapping[str, str]) -> int:
     """Start a worker's command again in place of one that has ended; returns the process id. Main thread.
 
@@ -164,7 +174,7 @@ def start_worker(context: Any, workers: WorkerProcesses, local_rank: int, variab
 
 
 def _file(path: str, number: int) -> str:
-    return f"{path}.{number}" if path else path
+    return f"{path}.{number}" if os.path.isfile(path) else path
 
 
 def wait_readable(fds: list[int], timeout_s: float | None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -111,6 +112,25 @@ def test_events_add_restarts_and_goodput(run: Commands, root: Path, tmp_path: Pa
     for words in ("Goodput", "restarts", "restores", "abandoned", "lost: done again", "StorageError", "restart 1"):
         assert words in page.text
     assert run.json("report", root, "-o", tmp_path / "r", "--events", file)["goodput"]["lost_s"] == pytest.approx(9.0)
+
+
+def test_each_restart_is_shown_with_its_cause(run: Commands, root: Path, tmp_path: Path) -> None:
+    died = {"fault_class": "out of memory", "advice": "reduce it", "evidence": ["host gpu-07", "memory was short"]}
+    lines: list[dict[str, Any]] = [
+        {"event": "Restarted", "time": 1012.0, "iteration": 1, "cause": EVIL},  # as earlier versions wrote them
+        {"event": "Restarted", "time": 1020.0, "iteration": 2, "cause": "rank 3: process 7 died: SIGKILL", **died},
+    ]
+    file = tmp_path / "events.jsonl"
+    with open(file, "w") as stream:
+        for line, rank in itertools.product(lines, range(2)):
+            stream.write(json.dumps({"rank": rank, "seconds": 2.0, **line}) + "\n")
+    page = report(run, root, "--events", file)
+    for words in ("2 restarts: 1 unknown, 1 out of memory", "host gpu-07; memory was short", "reduce it", "SIGKILL"):
+        assert words in page.text
+    text = run("report", root, "--goodput", "--events", file)
+    assert "out of memory: rank 3: process 7 died: SIGKILL; reduce it" in text
+    restarts = run.json("report", root, "--goodput", "--events", file)["restarts"]
+    assert [each["fault_class"] for each in restarts] == ["unknown", "out of memory"]
 
 
 def test_names_in_a_checkpoint_are_text(run: Commands, tmp_path: Path) -> None:
