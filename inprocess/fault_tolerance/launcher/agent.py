@@ -40,7 +40,6 @@ __all__ = ["LauncherAgent"]
 
 _log = logging.getLogger(__name__)
 _LEAVE_TIMEOUT_S = 10.0
-_MEMBERSHIP_INTERVAL_S = 1.0  # torch's handler asks the store no more often
 
 
 class LauncherAgent(LocalElasticAgent):
@@ -113,7 +112,9 @@ class LauncherAgent(LocalElasticAgent):
                 with self._resources.signals.raising():
                     self._rendezvous(group)
                     assert rounds.meeting is not None
-                    self._cycle = rounds.meeting.agree_on_cycle(self._cycle, len(group.workers))
+                    least = max(self._cycle, rounds.least_cycle())
+                    self._cycle = rounds.meeting.agree_on_cycle(least, len(group.workers))
+                    rounds.record_cycle(self._cycle)
                 break
             except (MeetingError, DistStoreError) as error:
                 _log.warning("joining the rendezvous again: %s", error)
@@ -196,7 +197,6 @@ class LauncherAgent(LocalElasticAgent):
     def _watch(self, meeting: Meeting) -> CycleEnd:
         """Wait for the end of the cycle. Monitors that end are replaced meanwhile."""
         is_done = False
-        membership_s = time.monotonic()
         while True:
             self._wait(None if meeting.nodes == 1 and not self._is_polled else self._worker_group.spec.monitor_interval)
             number = self._resources.signals.take()
@@ -219,16 +219,12 @@ class LauncherAgent(LocalElasticAgent):
                     end = self._survivors.watch_nodes(is_done)
                     if end is not None:
                         return end
-                elif meeting.nodes > 1 and not is_done and time.monotonic() >= membership_s:
-                    membership_s = time.monotonic() + _MEMBERSHIP_INTERVAL_S
-                    if self._resources.rounds.num_nodes_waiting() > 0:
-                        return CycleEnd("a node has left and a spare waits", is_ours=True)
-            except (StoreLost, RendezvousError) as error:
+            except StoreLost:
                 if self._resources.signals.has_any():
                     continue  # the workers are told of the signal first
                 if is_done:
                     return CycleEnd("success", LauncherExit(0, "all workers of this node have ended with 0"))
-                raise StoreLost(_causes(error)) from error
+                raise
 
     def _wait(self, timeout_s: float | None) -> None:
         wait_readable([self._resources.signals.fd, *self._resources.monitors.fds, *self._workers.fds], timeout_s)

@@ -13,6 +13,7 @@ from torch.distributed import run as torchrun
 
 from inprocess.fault_tolerance import config_cli
 from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.hardware import open_gpu
 from inprocess.settings import LAUNCHER_VARIABLES, RejoinPolicy
 
 __all__ = ["LauncherOptions", "parse"]
@@ -25,6 +26,7 @@ _DESCRIPTION = (
 )
 _DEFAULT_MASTER_PORT = 29500
 _MAX_REPLACEMENTS = 8
+_SEGMENT = "INPROCESS_SEGMENT"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class LauncherOptions:
     restart_policy: str
     min_workers: int
     max_replacements: int
+    segment_id: str  # the name of this node's segment; "" without --ft-segment
     worker_environment: Mapping[str, str]  # settings of the wrapper in the workers
 
     @property
@@ -160,20 +163,42 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
     if stop is None:
         torchs = getattr(args, "shutdown_timeout", None)  # what newer torchrun calls it
         stop = 15.0 if torchs is None else float(torchs)
+    config = FaultToleranceConfig.from_args(args)
     return LauncherOptions(
-        config=FaultToleranceConfig.from_args(args),
+        config=config,
         workers_stop_timeout_s=stop,
         term_timeout_s=args.term_timeout,
         no_restart_exit_code=args.ft_no_restart_exit_code,
         restart_policy=args.ft_restart_policy,
         min_workers=1 if args.ft_min_workers is None else args.ft_min_workers,
         max_replacements=_MAX_REPLACEMENTS if args.ft_max_replacements is None else args.ft_max_replacements,
+        segment_id="" if config.segment is None else _segment_id(args, config.segment),
         worker_environment={
             variable: str(value)
             for name, variable in LAUNCHER_VARIABLES.items()
             if (value := getattr(args, f"ft_{name}")) is not None
         },
     )
+
+
+def _segment_id(args: argparse.Namespace, size: int) -> str:
+    """Return the name of this node's segment, as the environment or the GPU's driver says. ValueError."""
+    fewest, _ = torchrun.parse_min_max_nnodes(args.nnodes)
+    if fewest % size != 0:
+        raise ValueError(f"--nnodes={args.nnodes}: {fewest} nodes are no multiple of --ft-segment={size}")
+    if args.rdzv_backend == "static" and fewest > 1:
+        raise ValueError("--ft-segment orders the nodes of a dynamic rendezvous: add --rdzv-backend=c10d")
+    named = os.environ.get(_SEGMENT, "").strip()
+    if named:
+        return named
+    with open_gpu(0) as gpu:
+        found = "" if gpu is None else gpu.nvlink_domain()
+    if not found:
+        raise ValueError(
+            f"--ft-segment: the segment of this node is not known, as NVML reports no NVLink domain of its GPUs (needs "
+            f"the package nvidia-ml-py): set {_SEGMENT} to a name that the nodes of a segment have in common"
+        )
+    return found
 
 
 def _complete(args: argparse.Namespace, default_port: Any) -> None:
@@ -187,6 +212,8 @@ def _complete(args: argparse.Namespace, default_port: Any) -> None:
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = _DEFAULT_MASTER_PORT
+    if args.rdzv_backend not in ("static", "c10d"):
+        raise ValueError(f"--rdzv-backend={args.rdzv_backend} is not available: use c10d, or static")
     if args.rdzv_backend == "static" and fewest != most:
         raise ValueError("spare nodes (--nnodes=MIN:MAX) need a dynamic rendezvous: --rdzv-backend=c10d")
     if not 0 < fewest <= most:
