@@ -7,6 +7,7 @@
         monitors         monitor processes, one per local rank: started before the first workers; they outlive workers,
                          and are started again when they die
         workers          worker processes, each in a session of its own: started, stopped, replaced
+        preloading       workers that are started before they are needed; what they do is in `preloaded_worker`
         orphans          processes and GPU memory that workers leave behind
         survivors        policy "in-process": workers that go on when others have failed
         open_calls       which workers are in a call of the wrapper, and have failed if they end

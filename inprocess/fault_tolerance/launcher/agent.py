@@ -40,6 +40,7 @@ __all__ = ["LauncherAgent"]
 
 _log = logging.getLogger(__name__)
 _LEAVE_TIMEOUT_S = 10.0
+_PRELOAD_DELAY_S = 30.0  # the workers of this cycle are starting, and come first
 
 
 class LauncherAgent(LocalElasticAgent):
@@ -107,6 +108,8 @@ class LauncherAgent(LocalElasticAgent):
         """Join the next cycle, however long that takes. Returns an outcome if there is none for this node."""
         rounds, group = self._resources.rounds, self._worker_group
         earlier = rounds.meeting
+        self._resources.monitors.start()  # a spare that waits has what takes time behind it
+        self._resources.preloaded.fill()
         while True:
             try:
                 with self._resources.signals.raising():
@@ -144,7 +147,10 @@ class LauncherAgent(LocalElasticAgent):
         self._resources.monitors.begin_cycle(self._cycle)
         self._open_calls.close()
         _log.info("cycle %d begins: node %d of %d", self._cycle, group.group_rank, group.group_world_size)
-        for local_rank, pid in self._start_workers(group).items():
+        with self._resources.preloaded.used_by_torch():
+            started = self._start_workers(group)
+        self._resources.preloaded.fill(_PRELOAD_DELAY_S)
+        for local_rank, pid in started.items():
             group.workers[local_rank].id = pid
             self._resources.monitors.end_with_us(local_rank, pid)
         assert self._pcontext is not None
@@ -182,7 +188,9 @@ class LauncherAgent(LocalElasticAgent):
         initial_rank = int(lost.global_rank) + int(lost.world_size) * (number + 1)
         variables = {JOIN: str(initial_rank), JOINED_FILE: joined}
         self._open_calls.forget(local_rank)
-        lost.id = start_worker(self._pcontext, self._workers, local_rank, variables)
+        preloaded = self._resources.preloaded
+        lost.id = start_worker(self._pcontext, self._workers, local_rank, variables, preloaded.handler)
+        preloaded.fill(_PRELOAD_DELAY_S)
         self._resources.monitors.end_with_us(local_rank, self._workers.pids[local_rank])
         return joined
 
@@ -327,7 +335,7 @@ class LauncherAgent(LocalElasticAgent):
                 f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._resources.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"
             )
         self._resources.monitors.end_cycle()
-        reap_adopted({*workers.pids.values(), *self._resources.monitors.pids})
+        reap_adopted({*workers.pids.values(), *self._resources.monitors.pids, *self._resources.preloaded.pids})
 
 
 def _causes(error: BaseException) -> str:

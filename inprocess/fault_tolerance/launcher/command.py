@@ -27,6 +27,7 @@ from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
+from inprocess.fault_tolerance.launcher.preloading import PreloadedWorkers
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds, StaticRounds
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 
@@ -70,6 +71,8 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
         os.environ.update(options.worker_environment)  # workers inherit it
         monitors = RankMonitors(options.config, config.nproc_per_node)
         stack.callback(monitors.close)
+        preloaded = PreloadedWorkers(options.preload, config.nproc_per_node)
+        stack.callback(preloaded.close)
         inbox = stack.enter_context(ControlInbox())
         silence_s = _silence_s(config)
         try:
@@ -84,6 +87,7 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
             rounds=rounds,
             silence_s=silence_s,
             monitors=monitors,
+            preloaded=preloaded,
             inbox=inbox,
             signals=signals,
             progress=TrainingProgressTracker.from_config(options.config),

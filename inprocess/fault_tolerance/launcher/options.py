@@ -40,6 +40,7 @@ class LauncherOptions:
     restart_policy: str
     min_workers: int
     max_replacements: int
+    preload: tuple[str, ...]  # modules
     segment_id: str  # the name of this node's segment; "" without --ft-segment
     worker_environment: Mapping[str, str]  # settings of the wrapper in the workers
 
@@ -79,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         group, "--term-timeout", 1800.0, "for workers to end by themselves after a SIGTERM to the launcher (1800)"
     )
     config_cli.add_arguments(parser)
+    group = parser.add_argument_group("spare nodes, and restarts")
+    text = "modules that processes import in advance, which become workers when a cycle begins, such as torch"
+    group.add_argument("--ft-preload", "--ft_preload", type=_modules, metavar="MODULE,...", help=text)
     group = parser.add_argument_group("workers that go on when others have failed (--ft-restart-policy=in-process)")
     text = "fewest workers of the job that must be left, running or ended with 0 (1); with fewer all are started again"
     spellings = ["--ft-min-workers", "--ft_min_workers", "--ft-min_workers"]
@@ -133,6 +137,13 @@ def _count_or_none(text: str) -> int:
     return 0 if text == "0" else _count(text)
 
 
+def _modules(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise argparse.ArgumentTypeError(f"{text} is no list of modules")
+    return names
+
+
 def _rejoin(text: str) -> str:
     try:
         RejoinPolicy.from_text(text)
@@ -148,6 +159,8 @@ def _check_restart_policy(args: argparse.Namespace) -> None:
     for name in ("min-workers", "max-replacements", "rejoin"):
         if not is_in_process and getattr(args, f"ft_{name.replace('-', '_')}") is not None:
             raise ValueError(f"--ft-{name} has a meaning only with --ft-restart-policy={config_cli.IN_PROCESS}")
+    if args.ft_preload and (args.run_path or args.no_python):
+        raise ValueError("--ft-preload is for programs that Python runs: leave out --run-path and --no-python")
     if args.ft_ladder is not None:
         raise ValueError(
             "--ft-ladder is not available: give it to inprocess.Wrapper(sections=FaultToleranceConfig(...))"
@@ -172,6 +185,7 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
         restart_policy=args.ft_restart_policy,
         min_workers=1 if args.ft_min_workers is None else args.ft_min_workers,
         max_replacements=_MAX_REPLACEMENTS if args.ft_max_replacements is None else args.ft_max_replacements,
+        preload=tuple(args.ft_preload or ()),
         segment_id="" if config.segment is None else _segment_id(args, config.segment),
         worker_environment={
             variable: str(value)
