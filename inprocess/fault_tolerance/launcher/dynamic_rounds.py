@@ -258,11 +258,11 @@ class DynamicRounds(Rounds):
         return PrefixStore(f"round_{state.number}", self._store)
 
     def _store_for_workers(self, rank: int, store: PrefixStore) -> RendezvousStoreInfo:
-        """Return the address of the store that workers use; node 0 hosts it for all rounds in which it is that."""
+        """Return the address of the store that workers use. Node 0 hosts it."""
         port = None
         if rank == 0 and self.use_agent_store:
-            if self._workers_store is None:
-                self._workers_store = TCPStore(self._node.address, 0, is_master=True, multi_tenant=True)
+            # A new one for each round: workers would read keys of those before them, as they do not prefix theirs.
+            self._workers_store = TCPStore(self._node.address, 0, is_master=True, multi_tenant=True)
             port = self._workers_store.port
         return RendezvousStoreInfo.build(rank, store, local_addr=self._node.address, server_port=port)
 

@@ -1,10 +1,12 @@
 """Spare nodes: which of them takes the place of a lost one, and with which ranks."""
 
+import re
+
 from tests.inprocess.fault_tolerance.launching import Job, Launcher
 from tests.support import free_port
 
 SCRIPT = """
-    say("node", os.environ["TEST_NODE"])
+    say("node", os.environ["TEST_NODE"], "store", os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     others("started")
     while not os.path.exists(os.environ["TEST_EVENTS"] + ".go"):
         time.sleep(0.02)
@@ -66,6 +68,8 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_a_returning_node_comes_befor
     assert nodes.trained_in(2, 2) == ["100", "150"]
     nodes.end([host, returning, standby])
     assert job.events().count("ends") == 2
+    stores = set(re.findall(r"store 127\.0\.0\.(\d+) (\d+)", job.events()))
+    assert sorted(address for address, _ in stores) == ["100", "100", "200"], "each cycle has a new one, on its node 0"
 
 
 def test_a_spare_segment_takes_the_place_of_one_that_is_incomplete(job: Job) -> None:
