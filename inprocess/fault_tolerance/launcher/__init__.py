@@ -15,7 +15,7 @@
       rendezvous_rounds  which nodes are in the next cycle, if they have fixed ranks
       dynamic_rounds     the same for nodes that come and go
         node_choice      which of them train, and their group ranks
-        silence          which of them do not answer
+        count_watch      which of them do not answer
       meeting            what the nodes of one cycle tell each other, in the store of the rendezvous
         node_table       the workers of each node, there
       bounded_store      the store, in operations that end although its host does not answer

@@ -40,10 +40,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from inprocess.fault_tolerance.launcher.count_watch import CountWatch
 from inprocess.fault_tolerance.launcher.meeting import Meeting
-from inprocess.fault_tolerance.launcher.node_choice import Node, choose_nodes
+from inprocess.fault_tolerance.launcher.node_choice import LauncherNode, choose_nodes
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import MEETING_PREFIX, Rounds
-from inprocess.fault_tolerance.launcher.silence import Silence
 
 __all__ = ["DynamicRounds", "RoundRules", "RoundState", "this_node"]
 
@@ -77,9 +77,9 @@ class RoundState:
     """
 
     number: int = 0
-    members: tuple[Node, ...] = ()
+    members: tuple[LauncherNode, ...] = ()
     running: frozenset[str] = frozenset()
-    candidates: tuple[Node, ...] = ()
+    candidates: tuple[LauncherNode, ...] = ()
     trained: frozenset[str] = frozenset()
     is_closed: bool = False
 
@@ -88,7 +88,7 @@ class RoundState:
         """Read what `to_json` has written."""
         values = json.loads(text)
         for name in ("members", "candidates"):
-            values[name] = tuple(Node(**each) for each in values[name])
+            values[name] = tuple(LauncherNode(**each) for each in values[name])
         for name in ("running", "trained"):
             values[name] = frozenset(values[name])
         return cls(**values)
@@ -100,7 +100,7 @@ class RoundState:
             values[name] = sorted(values[name])
         return json.dumps(values)
 
-    def place_of(self, node: Node) -> int | None:
+    def place_of(self, node: LauncherNode) -> int | None:
         """Return the group rank of a node that is in the round; None if it is not."""
         return self.members.index(node) if node.key in self.running else None
 
@@ -109,12 +109,12 @@ class RoundState:
         others = tuple(node for node in self.candidates if node.key not in keys)
         return replace(self, running=self.running.difference(keys), candidates=others)
 
-    def with_candidate(self, node: Node) -> RoundState:
+    def with_candidate(self, node: LauncherNode) -> RoundState:
         """Return the state when a node wants to be in the next round."""
         others = self.without({node.key})
         return replace(others, candidates=(*others.candidates, node))
 
-    def begin(self, members: list[Node]) -> RoundState:
+    def begin(self, members: list[LauncherNode]) -> RoundState:
         """Return the state when the next round has begun."""
         keys = frozenset(node.key for node in members)
         return replace(
@@ -126,17 +126,17 @@ class RoundState:
         )
 
 
-def this_node(local_addr: str | None, segment: str) -> Node:
+def this_node(local_addr: str | None, segment: str) -> LauncherNode:
     """Return this launcher as a node; SLURM's number of the process gives the order, if there is one."""
     order = os.environ.get("SLURM_PROCID", "")
     address = local_addr or socket.getfqdn()
-    return Node(uuid.uuid4().hex[:12], address, os.getpid(), segment, int(order) if order.isdecimal() else 0)
+    return LauncherNode(uuid.uuid4().hex[:12], address, os.getpid(), segment, int(order) if order.isdecimal() else 0)
 
 
 class DynamicRounds(Rounds):
     """The rounds of `node`, by `rules`, in a store whose operations end (see `bounded_store`)."""
 
-    def __init__(self, store: Any, run_id: str, node: Node, rules: RoundRules) -> None:
+    def __init__(self, store: Any, run_id: str, node: LauncherNode, rules: RoundRules) -> None:
         super().__init__("c10d", run_id)
         self._node = node
         self._rules = rules
@@ -300,7 +300,7 @@ class _SilentNodes:
 
     def __init__(self, ask: Callable[..., Any], limit_s: float) -> None:
         self._ask = ask
-        self._silence: Silence[str] = Silence(limit_s)
+        self._silence: CountWatch[str] = CountWatch(limit_s)
         self._next_s = 0.0
         self._found: frozenset[str] = frozenset()
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Node", "choose_nodes"]
+__all__ = ["LauncherNode", "choose_nodes"]
 
 
 @dataclass(frozen=True)
-class Node:
+class LauncherNode:
     """A launcher that takes part in a rendezvous. `key` is its own; another one in its place has the same `address`.
 
     Nodes are ordered by `order` (that of the scheduler), then by address and process id.
@@ -32,8 +32,8 @@ class Node:
 
 
 def choose_nodes(
-    present: Iterable[Node], earlier: Sequence[Node], trained: Collection[str], count: int, size: int
-) -> list[Node] | None:
+    present: Iterable[LauncherNode], earlier: Sequence[LauncherNode], trained: Collection[str], count: int, size: int
+) -> list[LauncherNode] | None:
     """Choose `count` of the nodes that are present, in the order of their group ranks; None if that is not possible.
 
     `earlier` are the nodes of the round before, by group rank: those that are present keep their ranks, also if their
@@ -43,9 +43,9 @@ def choose_nodes(
     """
     rest = sorted(present, key=lambda node: node.sort_key)
     seats = _kept_seats(rest, earlier, count)
-    pools: dict[str, list[Node]] = {}
+    pools: dict[str, list[LauncherNode]] = {}
 
-    def add_to_pool(nodes: Iterable[Node]) -> None:
+    def add_to_pool(nodes: Iterable[LauncherNode]) -> None:
         for node in nodes:
             pools.setdefault(node.segment, []).append(node)
             pools[node.segment].sort(key=lambda each: (each.address not in trained, each.sort_key))
@@ -65,7 +65,9 @@ def choose_nodes(
     return _fill_blocks(blocks, pools, trained, size)
 
 
-def _kept_seats(present: Sequence[Node], earlier: Sequence[Node], count: int) -> list[Node | None]:
+def _kept_seats(
+    present: Sequence[LauncherNode], earlier: Sequence[LauncherNode], count: int
+) -> list[LauncherNode | None]:
     """Return the nodes of the round before that are present, or another launcher in their place, by group rank."""
     if len(earlier) != count:
         return [None] * count
@@ -79,10 +81,10 @@ def _kept_seats(present: Sequence[Node], earlier: Sequence[Node], count: int) ->
 
 
 def _fill_blocks(
-    blocks: list[list[Node | None]], pools: dict[str, list[Node]], trained: Collection[str], size: int
-) -> list[Node] | None:
+    blocks: list[list[LauncherNode | None]], pools: dict[str, list[LauncherNode]], trained: Collection[str], size: int
+) -> list[LauncherNode] | None:
     """Fill empty blocks, each from one segment, preferably with trained nodes, then from that of the block before."""
-    chosen: list[Node] = []
+    chosen: list[LauncherNode] = []
     for block in blocks:
         nodes = [node for node in block if node is not None]
         if not nodes:

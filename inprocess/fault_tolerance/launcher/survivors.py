@@ -22,10 +22,10 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import Worker
 
+from inprocess.fault_tolerance.launcher.count_watch import CountWatch
 from inprocess.fault_tolerance.launcher.cycle import CycleEnd
 from inprocess.fault_tolerance.launcher.meeting import Meeting
 from inprocess.fault_tolerance.launcher.orphans import end_orphans
-from inprocess.fault_tolerance.launcher.silence import Silence
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, describe_failures, failures_of
 
 __all__ = ["Survivors"]
@@ -73,7 +73,7 @@ class Survivors:
         self._is_complete = False  # a worker has ended with 0, so there is no restart any more
         self._clock = clock
         self._next_check_s = clock()
-        self._silence: Silence[int] = Silence(silence_s, clock)
+        self._silence: CountWatch[int] = CountWatch(silence_s, clock)
 
     def look(self) -> CycleEnd | None:
         """Return how the cycle ends on this node; None while workers run. Ends what failed workers have left behind."""

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from inprocess.fault_tolerance.launcher.node_choice import Node, choose_nodes
+from inprocess.fault_tolerance.launcher.node_choice import LauncherNode, choose_nodes
 
 
-def nodes(text: str) -> list[Node]:
+def nodes(text: str) -> list[LauncherNode]:
     """Nodes like "a1 a2 b1": the letter is the segment."""
-    return [Node(name, name, segment=name[0]) for name in text.split()]
+    return [LauncherNode(name, name, segment=name[0]) for name in text.split()]
 
 
 def chosen(present: str, earlier: str = "", trained: str = "", count: int = 4, size: int = 2) -> str | None:
@@ -63,21 +63,21 @@ def test_the_place_of_a_lost_node_is_filled_and_the_others_keep_theirs(
 
 
 def test_a_launcher_that_was_started_again_has_the_place_of_the_one_before() -> None:
-    earlier = [Node(key, address) for key, address in (("1", "y"), ("2", "x"), ("3", "z"))]
-    present = [Node("0", "a"), Node("2", "x"), Node("3", "z"), Node("9", "y")]
+    earlier = [LauncherNode(key, address) for key, address in (("1", "y"), ("2", "x"), ("3", "z"))]
+    present = [LauncherNode("0", "a"), LauncherNode("2", "x"), LauncherNode("3", "z"), LauncherNode("9", "y")]
     found = choose_nodes(present, earlier, {"x", "y", "z"}, 3, 1)
     assert found is not None
     assert [node.key for node in found] == ["9", "2", "3"]
 
 
 def test_nodes_are_in_the_order_of_the_scheduler() -> None:
-    present = [Node("1", "z", order=2), Node("2", "a", order=10), Node("3", "b", order=0)]
+    present = [LauncherNode("1", "z", order=2), LauncherNode("2", "a", order=10), LauncherNode("3", "b", order=0)]
     assert [node.key for node in choose_nodes(present, [], set(), 3, 1) or []] == ["3", "1", "2"]
 
 
 def test_a_choice_is_found_whenever_there_is_one() -> None:
     rng = random.Random(7)
-    earlier: list[Node] = []
+    earlier: list[LauncherNode] = []
     trained: set[str] = set()
     found_some = 0
     for _ in range(2000):

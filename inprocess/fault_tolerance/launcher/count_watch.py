@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Silence"]
+__all__ = ["CountWatch"]
 
 _Key = TypeVar("_Key")
 
 
-class Silence(Generic[_Key]):
+class CountWatch(Generic[_Key]):
     """Watches counts that others increment while they run. One that has not changed for `limit_s` is silent."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
