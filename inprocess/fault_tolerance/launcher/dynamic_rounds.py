@@ -22,6 +22,7 @@ import functools
 import json
 import logging
 import os
+import random
 import socket
 import threading
 import time
@@ -50,6 +51,7 @@ __all__ = ["DynamicRounds", "RoundRules", "RoundState", "this_node"]
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _SPARES_NOTICE_S = 2.5
+_RETRY_S = 0.001  # per node
 _NODES_PER_LOOK = 200  # each candidate looks for silent nodes once a second; with more nodes, less often
 
 
@@ -183,7 +185,7 @@ class DynamicRounds(Rounds):
         """See base class. It returns when spares have noticed: the store may be hosted here."""
         self._heart.stop()
         try:
-            self._change(lambda state: replace(state.without({self._node.key}), is_closed=True))
+            self._change(lambda state: replace(state, is_closed=True))
             deadline = time.monotonic() + _SPARES_NOTICE_S
             while self._read().candidates and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
@@ -246,10 +248,11 @@ class DynamicRounds(Rounds):
         chosen = choose_nodes([*present, *running], state.members, state.trained, rules.nodes, rules.block)
         if chosen is None:
             return False
-        if running:
+        if state.running:  # also those that are silent: they may only have been stopped, and go on
             lost = [f"{rank} ({node.address})" for rank, node in enumerate(state.members) if node not in running]
             meeting = Meeting(PrefixStore(MEETING_PREFIX, self._store_of(state)), 0, len(state.members))
             meeting.ask_restart(f"a node has left and a spare waits: node {', '.join(lost)}")
+        if running:
             return False
         self._change(lambda now: now.without(silent).begin(chosen) if now == state else now)
         return True
@@ -287,6 +290,8 @@ class DynamicRounds(Rounds):
             if self._ask("compare_set", "state", text, wanted).decode() == wanted:
                 self._ask("add", "revision", 1)
                 return
+            nodes = len(changed.members) + len(changed.candidates)
+            time.sleep(random.uniform(0, _RETRY_S * nodes))  # all nodes come at once
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         try:

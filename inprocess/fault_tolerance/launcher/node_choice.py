@@ -73,7 +73,7 @@ def _kept_seats(
         return [None] * count
     by_key = {node.key: node for node in present}
     seats = [by_key.pop(node.key, None) for node in earlier]
-    by_place = {(node.address, node.segment): node for node in by_key.values()}
+    by_place = {(node.address, node.segment): node for node in reversed(by_key.values())}  # the first, if several
     return [
         by_place.pop((node.address, node.segment), None) if seat is None else seat
         for node, seat in zip(earlier, seats, strict=True)
