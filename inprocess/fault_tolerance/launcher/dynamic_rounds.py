@@ -51,7 +51,7 @@ __all__ = ["DynamicRounds", "RoundRules", "RoundState", "this_node"]
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _SPARES_NOTICE_S = 2.5
-_RETRY_S = 0.001  # per node
+_POLL_OF_MANY_S = _RETRY_S = 0.001  # per node: what all nodes ask of the store must not grow with their square
 _NODES_PER_LOOK = 200  # each candidate looks for silent nodes once a second; with more nodes, less often
 
 
@@ -233,7 +233,7 @@ class DynamicRounds(Rounds):
             elif time.monotonic() > deadline:
                 self.leave()
                 raise RendezvousTimeoutError
-            time.sleep(_POLL_S)
+            time.sleep(max(_POLL_S, _POLL_OF_MANY_S * self._rules.nodes))
 
     def _begin_or_mend(self, state: RoundState, silent: frozenset[str]) -> bool:
         """Begin the next round if that is possible; if only some nodes of this one are left, ask those to come, too.
@@ -244,6 +244,8 @@ class DynamicRounds(Rounds):
         present = [node for node in state.candidates if node.key not in silent]
         running = [node for node in state.members if node.key in state.running - silent]
         if running and (not rules.is_mended or len(running) == len(state.members)):
+            return False
+        if len(present) + len(running) < rules.nodes:
             return False
         chosen = choose_nodes([*present, *running], state.members, state.trained, rules.nodes, rules.block)
         if chosen is None:
@@ -290,8 +292,7 @@ class DynamicRounds(Rounds):
             if self._ask("compare_set", "state", text, wanted).decode() == wanted:
                 self._ask("add", "revision", 1)
                 return
-            nodes = len(changed.members) + len(changed.candidates)
-            time.sleep(random.uniform(0, _RETRY_S * nodes))  # all nodes come at once
+            time.sleep(random.uniform(0, _RETRY_S * self._rules.nodes))  # all nodes come at once
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         try:

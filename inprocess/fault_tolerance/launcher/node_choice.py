@@ -45,13 +45,14 @@ def choose_nodes(
     seats = _kept_seats(rest, earlier, count)
     pools: dict[str, list[LauncherNode]] = {}
 
-    def add_to_pool(nodes: Iterable[LauncherNode]) -> None:
+    def add_to_pool(nodes: list[LauncherNode]) -> None:
         for node in nodes:
             pools.setdefault(node.segment, []).append(node)
-            pools[node.segment].sort(key=lambda each: (each.address not in trained, each.sort_key))
+        for segment in {node.segment for node in nodes}:
+            pools[segment].sort(key=lambda node: (node.address not in trained, node.sort_key))
 
     seated = {node.key for node in seats if node is not None}
-    add_to_pool(node for node in rest if node.key not in seated)
+    add_to_pool([node for node in rest if node.key not in seated])
     blocks = [seats[start : start + size] for start in range(0, count, size)]
     for block in blocks:
         kept = [node for node in block if node is not None]
