@@ -79,6 +79,8 @@ class LauncherAgent(LocalElasticAgent):
                 rounds.shutdown()
                 if rounds.meeting is not None:
                     rounds.meeting.leave(_LEAVE_TIMEOUT_S)
+            elif self._is_ending:  # a spare need not wait until this node is silent
+                rounds.leave()
 
     # -- a cycle -------------------------------------------------------------------------------------------------------
 
