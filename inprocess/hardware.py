@@ -7,9 +7,11 @@ None or empty, and logged at DEBUG.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import logging
 import os
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,16 @@ class Gpu:
         """Return the NVLinks that exist and are down."""
         states = {link: self._ask("nvmlDeviceGetNvLinkState", link) for link in range(_MOST_LINKS)}
         return [link for link, state in states.items() if state == 0]
+
+    def nvlink_domain(self) -> str:
+        """Return the UUID of the NVLink domain (cluster) that the GPU is in; "" if it is in none."""
+        kind = getattr(self._nvml, "c_nvmlGpuFabricInfo_t", None)
+        if kind is None:
+            return ""
+        info = kind()
+        self._ask("nvmlDeviceGetGpuFabricInfo", ctypes.byref(info))
+        found = bytes(info.clusterUuid)
+        return str(uuid.UUID(bytes=found)) if any(found) else ""
 
     def _recovery_action(self) -> int:
         """Return the recovery action; 0 for none, and if the driver or pynvml is too old to report it."""

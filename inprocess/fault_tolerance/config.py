@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 # as command line options, and reported if they are in a file.
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
-        "segment": "nodes are not grouped by NVLink domain; use inprocess.rank_assignment.Tree with a key of each",
         "numa_bind_strict": "binding to NUMA nodes is torchrun's: use --numa-binding",
         "enable_nic_healthcheck": "use --ft-enable-nic-monitor; the in-process wrapper checks cards after a fault",
         "enable_dist_storage_healthcheck": "storage is not checked first; a save that fails says so on all ranks",
@@ -78,6 +77,7 @@ class FaultToleranceConfig:
     a rank may take to end after `rank_termination_signal` before the launcher's monitor sends SIGKILL; the wrapper has
     an argument of that name. ValueError for an invalid value.
 
+    `segment` is how many nodes of one NVLink domain have contiguous group ranks; only the launcher reads it.
     Settings in `WITHOUT_EFFECT` are only kept, for files that other launchers also read.
     """
 
@@ -123,6 +123,8 @@ class FaultToleranceConfig:
         for name in ("workload_check_interval", "node_health_check_interval", "safety_factor"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.segment is not None and self.segment < 1:
+            raise ValueError(f"segment must be at least 1, not {self.segment}")
         if self.ladder not in ("limit", "progress"):
             raise ValueError(f'ladder must be "limit" or "progress", not {self.ladder!r}')
 

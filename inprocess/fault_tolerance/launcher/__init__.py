@@ -7,14 +7,18 @@
         monitors         monitor processes, one per local rank: started before the first workers; they outlive workers,
                          and are started again when they die
         workers          worker processes, each in a session of its own: started, stopped, replaced
+        preloading       workers that are started before they are needed; what they do is in `preloaded_worker`
         orphans          processes and GPU memory that workers leave behind
         survivors        policy "in-process": workers that go on when others have failed
         open_calls       which workers are in a call of the wrapper, and have failed if they end
         inboxes          signals to the launcher, and requests of ranks (FT_LAUNCHER_IPC_SOCKET)
-      rendezvous_rounds  which nodes are in the next cycle: torch's handlers, adapted for restarts
-        meeting          what the nodes of one cycle tell each other, in the store of the rendezvous
+      rendezvous_rounds  which nodes are in the next cycle, if they have fixed ranks
+      dynamic_rounds     the same for nodes that come and go
+        node_choice      which of them train, and their group ranks
+        count_watch      which of them do not answer
+      meeting            what the nodes of one cycle tell each other, in the store of the rendezvous
         node_table       the workers of each node, there
-        bounded_store    the store, in operations that end although its host does not answer
+      bounded_store      the store, in operations that end although its host does not answer
 
 A cycle is a rendezvous and the workers after it, until all have ended with 0 or one has failed. Then everything of the
 cycle is ended on all nodes. The main thread does everything; it sleeps until a worker or monitor ends, or a signal

@@ -41,7 +41,7 @@ __all__ = ["LauncherAgent"]
 
 _log = logging.getLogger(__name__)
 _LEAVE_TIMEOUT_S = 10.0
-_MEMBERSHIP_INTERVAL_S = 1.0  # torch's handler asks the store no more often
+_PRELOAD_DELAY_S = 30.0  # the workers of this cycle are starting, and come first
 
 
 class LauncherAgent(LocalElasticAgent):
@@ -80,6 +80,8 @@ class LauncherAgent(LocalElasticAgent):
                 rounds.shutdown()
                 if rounds.meeting is not None:
                     rounds.meeting.leave(_LEAVE_TIMEOUT_S)
+            elif self._is_ending:  # a spare need not wait until this node is silent
+                rounds.leave()
 
     # -- a cycle -------------------------------------------------------------------------------------------------------
 
@@ -109,12 +111,16 @@ class LauncherAgent(LocalElasticAgent):
         """Join the next cycle, however long that takes. Returns an outcome if there is none for this node."""
         rounds, group = self._resources.rounds, self._worker_group
         earlier = rounds.meeting
+        self._resources.monitors.start()  # a spare that waits has what takes time behind it
+        self._resources.preloaded.fill()
         while True:
             try:
                 with self._resources.signals.raising():
                     self._rendezvous(group)
                     assert rounds.meeting is not None
-                    self._cycle = rounds.meeting.agree_on_cycle(self._cycle, len(group.workers))
+                    least = max(self._cycle, rounds.least_cycle())
+                    self._cycle = rounds.meeting.agree_on_cycle(least, len(group.workers))
+                    rounds.record_cycle(self._cycle)
                 break
             except (MeetingError, DistStoreError) as error:
                 _log.warning("joining the rendezvous again: %s", error)
@@ -147,7 +153,10 @@ class LauncherAgent(LocalElasticAgent):
         if (logs := self._resources.cycle_logs) is not None:
             ranks = [int(worker.global_rank) for worker in group.workers]
             logs.begin_cycle(self._cycle, ranks, int(group.workers[0].world_size))
-        for local_rank, pid in self._start_workers(group).items():
+        with self._resources.preloaded.used_by_torch():
+            started = self._start_workers(group)
+        self._resources.preloaded.fill(_PRELOAD_DELAY_S)
+        for local_rank, pid in started.items():
             group.workers[local_rank].id = pid
             self._resources.monitors.end_with_us(local_rank, pid)
         assert self._pcontext is not None
@@ -185,7 +194,9 @@ class LauncherAgent(LocalElasticAgent):
         initial_rank = int(lost.global_rank) + int(lost.world_size) * (number + 1)
         variables = {JOIN: str(initial_rank), JOINED_FILE: joined}
         self._open_calls.forget(local_rank)
-        lost.id = start_worker(self._pcontext, self._workers, local_rank, variables)
+        preloaded = self._resources.preloaded
+        lost.id = start_worker(self._pcontext, self._workers, local_rank, variables, preloaded.handler)
+        preloaded.fill(_PRELOAD_DELAY_S)
         self._resources.monitors.end_with_us(local_rank, self._workers.pids[local_rank])
         return joined
 
@@ -200,7 +211,6 @@ class LauncherAgent(LocalElasticAgent):
     def _watch(self, meeting: Meeting) -> CycleEnd:
         """Wait for the end of the cycle. Monitors that end are replaced meanwhile."""
         is_done = False
-        membership_s = time.monotonic()
         while True:
             self._wait(None if meeting.nodes == 1 and not self._is_polled else self._worker_group.spec.monitor_interval)
             number = self._resources.signals.take()
@@ -223,16 +233,12 @@ class LauncherAgent(LocalElasticAgent):
                     end = self._survivors.watch_nodes(is_done)
                     if end is not None:
                         return end
-                elif meeting.nodes > 1 and not is_done and time.monotonic() >= membership_s:
-                    membership_s = time.monotonic() + _MEMBERSHIP_INTERVAL_S
-                    if self._resources.rounds.num_nodes_waiting() > 0:
-                        return CycleEnd("a node has left and a spare waits", is_ours=True)
-            except (StoreLost, RendezvousError) as error:
+            except StoreLost:
                 if self._resources.signals.has_any():
                     continue  # the workers are told of the signal first
                 if is_done:
                     return CycleEnd("success", LauncherExit(0, "all workers of this node have ended with 0"))
-                raise StoreLost(_causes(error)) from error
+                raise
 
     def _wait(self, timeout_s: float | None) -> None:
         wait_readable([self._resources.signals.fd, *self._resources.monitors.fds, *self._workers.fds], timeout_s)
@@ -337,7 +343,7 @@ class LauncherAgent(LocalElasticAgent):
                 f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._resources.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"
             )
         self._resources.monitors.end_cycle()
-        reap_adopted({*workers.pids.values(), *self._resources.monitors.pids})
+        reap_adopted({*workers.pids.values(), *self._resources.monitors.pids, *self._resources.preloaded.pids})
 
 
 def _causes(error: BaseException) -> str:

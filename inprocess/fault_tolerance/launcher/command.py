@@ -12,25 +12,35 @@ from typing import Any
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
 from torch.distributed.launcher.api import LaunchConfig
 
+from inprocess.exception import TimeoutError
 from inprocess.fault_tolerance.launcher.agent import LauncherAgent
+from inprocess.fault_tolerance.launcher.bounded_store import BoundedStore, interruptible
 from inprocess.fault_tolerance.launcher.cycle import LauncherResources
 from inprocess.fault_tolerance.launcher.cycle_logs import CycleLogs
+
+
+from inprocess.fault_tolerance.launcher.dynamic_rounds import DynamicRounds, RoundRules, this_node
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, Interrupted, SignalInbox
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
-from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds, rounds_of
+from inprocess.fault_tolerance.launcher.preloading import PreloadedWorkers
+from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds, StaticRounds
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 
 __all__ = ["run"]
 
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 600.0
-_SILENCE_S = 15.0
+_ALIVE_INTERVAL_S = 5.0
+_ALIVE_ATTEMPTS = 3
+_CONNECT_S = 60.0  # torch's default
 # Torch raises an exception for each signal in this list, wherever its code is, also between the starts of two workers.
 # Here signals are events, so torch gets a signal that is never sent.
 _SIGNALS_FOR_TORCH = "SIGRTMAX"
@@ -68,11 +78,14 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
         if prefix is not None:
             os.environ.setdefault("PYTHONUNBUFFERED", "1")  # or a worker that is killed has not printed its last lines
             logs = stack.enter_context(CycleLogs(prefix, config.nproc_per_node))
+
+        preloaded = PreloadedWorkers(options.preload, config.nproc_per_node)
+        stack.callback(preloaded.close)
         inbox = stack.enter_context(ControlInbox())
         silence_s = _silence_s(config)
         try:
             with signals.raising():
-                rounds = _rounds(config, silence_s, signals)
+                rounds = _rounds(options, config, silence_s, signals)
         except Interrupted as interrupted:
             return LauncherExit(128 + interrupted.number, f"{interrupted.number.name} before the first rendezvous")
         except RendezvousError as error:
@@ -82,6 +95,7 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
             rounds=rounds,
             silence_s=silence_s,
             monitors=monitors,
+            preloaded=preloaded,
             inbox=inbox,
             signals=signals,
             progress=TrainingProgressTracker.from_config(options.config),
@@ -101,30 +115,50 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
         return outcome
 
 
-def _rounds(config: LaunchConfig, silence_s: float, signals: SignalInbox) -> Rounds:
-    is_static = config.rdzv_backend == "static"
+def _rounds(options: LauncherOptions, config: LaunchConfig, silence_s: float, signals: SignalInbox) -> Rounds:
+    """Return the rounds of this launcher's nodes. Torch's errors. May wait for the host for a minute."""
+
+    def bounded(store: Any) -> BoundedStore:
+        return BoundedStore(store, silence_s, signals.has_any)
+
+    join_timeout_s = float(config.rdzv_configs.get("join_timeout", _JOIN_TIMEOUT_S))
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
         run_id=config.run_id,
         min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes if is_static else config.min_nodes,  # the others are spares
+        max_nodes=config.max_nodes,
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-    return rounds_of(
-        parameters,
-        has_spares=config.max_nodes > config.min_nodes,
-        timeout_s=float(config.rdzv_configs.get("join_timeout", _JOIN_TIMEOUT_S)),
+    if config.rdzv_backend == "static":
+        handler = create_rdzv_handler(parameters)
+        assert isinstance(handler, StaticTCPRendezvous)
+        return StaticRounds(handler, join_timeout_s, bounded)
+    limit_s = float(config.rdzv_configs.get("read_timeout", _CONNECT_S)) + silence_s
+    try:
+        _, store = interruptible(lambda: create_backend(parameters), "launcher-rendezvous", limit_s)
+    except TimeoutError as error:
+        raise RendezvousConnectionError(f"the host of the rendezvous does not answer: {parameters.endpoint}") from error
+    rules = RoundRules(
+        nodes=config.min_nodes,
+        block=options.config.segment or 1,
+        join_timeout_s=join_timeout_s,
+        alive_interval_s=_alive_interval_s(config),
         silence_s=silence_s,
-        has_signal=signals.has_any,
+        is_mended=not options.leaves_survivors,
     )
+    return DynamicRounds(bounded(store), config.run_id, this_node(config.local_addr, options.segment_id), rules)
 
 
 def _silence_s(config: LaunchConfig) -> float:
     """Return how long a node, or the host of the rendezvous, may be silent before it counts as lost."""
-    interval, attempts = (config.rdzv_configs.get(f"keep_alive_{name}") for name in ("interval", "max_attempt"))
-    return _SILENCE_S if interval is None or attempts is None else float(interval) * float(attempts)
+    attempts = config.rdzv_configs.get("keep_alive_max_attempt", _ALIVE_ATTEMPTS)
+    return _alive_interval_s(config) * float(attempts)
+
+
+def _alive_interval_s(config: LaunchConfig) -> float:
+    return float(config.rdzv_configs.get("keep_alive_interval", _ALIVE_INTERVAL_S))
 
 
 def _spec(config: LaunchConfig, rounds: Rounds, command: Any, arguments: list[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
 from inprocess.fault_tolerance.launcher.options import LauncherOptions
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
+from inprocess.fault_tolerance.launcher.preloading import PreloadedWorkers
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 
@@ -30,6 +31,7 @@ class LauncherResources:
     rounds: Rounds
     silence_s: float
     monitors: RankMonitors
+    preloaded: PreloadedWorkers
     inbox: ControlInbox
     signals: SignalInbox
     progress: TrainingProgressTracker

@@ -53,6 +53,11 @@ class RankMonitors:
     def begin_cycle(self, cycle: int) -> None:
         """Start monitors that do not run, and tell all of them which cycle begins."""
         self._cycle = cycle
+        self.start()
+        self._tell(lambda control: control.set_cycle(cycle))
+
+    def start(self) -> None:
+        """Start monitors that do not run."""
         self.restart_ended()
         if not self._handles:
             with ThreadPoolExecutor(len(self._paths)) as pool:  # each start is mostly waiting
@@ -60,7 +65,6 @@ class RankMonitors:
             self._handles = [future.result() for future in started if future.exception() is None]
             for future in started:
                 future.result()
-        self._tell(lambda control: control.set_cycle(cycle))
 
     def end_with_us(self, local_rank: int, pid: int) -> None:
         """Have a worker ended by its monitor if this process dies: it must not go on alone."""

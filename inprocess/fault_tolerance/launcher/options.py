@@ -13,6 +13,7 @@ from torch.distributed import run as torchrun
 
 from inprocess.fault_tolerance import config_cli
 from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.hardware import open_gpu
 from inprocess.settings import LAUNCHER_VARIABLES, RejoinPolicy
 
 __all__ = ["LauncherOptions", "parse"]
@@ -25,6 +26,7 @@ _DESCRIPTION = (
 )
 _DEFAULT_MASTER_PORT = 29500
 _MAX_REPLACEMENTS = 8
+_SEGMENT = "INPROCESS_SEGMENT"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class LauncherOptions:
     min_workers: int
     max_replacements: int
     cycle_log_prefix: str | None  # see `cycle_logs`
+
+    preload: tuple[str, ...]  # modules
+    segment_id: str  # the name of this node's segment; "" without --ft-segment
     worker_environment: Mapping[str, str]  # settings of the wrapper in the workers
 
     @property
@@ -83,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     spellings = ["--ft-per-cycle-applog-prefix", "--ft_per_cycle_applog_prefix"]
     parser.add_argument_group("logs").add_argument(*spellings, metavar="PATH", help=text)
+
+    group = parser.add_argument_group("spare nodes, and restarts")
+    text = "modules that processes import in advance, which become workers when a cycle begins, such as torch"
+    group.add_argument("--ft-preload", "--ft_preload", type=_modules, metavar="MODULE,...", help=text)
     group = parser.add_argument_group("workers that go on when others have failed (--ft-restart-policy=in-process)")
     text = "fewest workers of the job that must be left, running or ended with 0 (1); with fewer all are started again"
     spellings = ["--ft-min-workers", "--ft_min_workers", "--ft-min_workers"]
@@ -137,6 +146,13 @@ def _count_or_none(text: str) -> int:
     return 0 if text == "0" else _count(text)
 
 
+def _modules(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise argparse.ArgumentTypeError(f"{text} is no list of modules")
+    return names
+
+
 def _rejoin(text: str) -> str:
     try:
         RejoinPolicy.from_text(text)
@@ -152,6 +168,8 @@ def _check_restart_policy(args: argparse.Namespace) -> None:
     for name in ("min-workers", "max-replacements", "rejoin"):
         if not is_in_process and getattr(args, f"ft_{name.replace('-', '_')}") is not None:
             raise ValueError(f"--ft-{name} has a meaning only with --ft-restart-policy={config_cli.IN_PROCESS}")
+    if args.ft_preload and (args.run_path or args.no_python):
+        raise ValueError("--ft-preload is for programs that Python runs: leave out --run-path and --no-python")
     if args.ft_ladder is not None:
         raise ValueError(
             "--ft-ladder is not available: give it to inprocess.Wrapper(sections=FaultToleranceConfig(...))"
@@ -183,8 +201,9 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
     if stop is None:
         torchs = getattr(args, "shutdown_timeout", None)  # what newer torchrun calls it
         stop = 15.0 if torchs is None else float(torchs)
+    config = FaultToleranceConfig.from_args(args)
     return LauncherOptions(
-        config=FaultToleranceConfig.from_args(args),
+        config=config,
         workers_stop_timeout_s=stop,
         term_timeout_s=args.term_timeout,
         no_restart_exit_code=args.ft_no_restart_exit_code,
@@ -192,12 +211,34 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
         min_workers=1 if args.ft_min_workers is None else args.ft_min_workers,
         max_replacements=_MAX_REPLACEMENTS if args.ft_max_replacements is None else args.ft_max_replacements,
         cycle_log_prefix=args.ft_per_cycle_applog_prefix,
+        preload=tuple(args.ft_preload or ()),
+        segment_id="" if config.segment is None else _segment_id(args, config.segment),
         worker_environment={
             variable: str(value)
             for name, variable in LAUNCHER_VARIABLES.items()
             if (value := getattr(args, f"ft_{name}")) is not None
         },
     )
+
+
+def _segment_id(args: argparse.Namespace, size: int) -> str:
+    """Return the name of this node's segment, as the environment or the GPU's driver says. ValueError."""
+    fewest, _ = torchrun.parse_min_max_nnodes(args.nnodes)
+    if fewest % size != 0:
+        raise ValueError(f"--nnodes={args.nnodes}: {fewest} nodes are no multiple of --ft-segment={size}")
+    if args.rdzv_backend == "static" and fewest > 1:
+        raise ValueError("--ft-segment orders the nodes of a dynamic rendezvous: add --rdzv-backend=c10d")
+    named = os.environ.get(_SEGMENT, "").strip()
+    if named:
+        return named
+    with open_gpu(0) as gpu:
+        found = "" if gpu is None else gpu.nvlink_domain()
+    if not found:
+        raise ValueError(
+            f"--ft-segment: the segment of this node is not known, as NVML reports no NVLink domain of its GPUs (needs "
+            f"the package nvidia-ml-py): set {_SEGMENT} to a name that the nodes of a segment have in common"
+        )
+    return found
 
 
 def _complete(args: argparse.Namespace, default_port: Any) -> None:
@@ -211,6 +252,8 @@ def _complete(args: argparse.Namespace, default_port: Any) -> None:
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = _DEFAULT_MASTER_PORT
+    if args.rdzv_backend not in ("static", "c10d"):
+        raise ValueError(f"--rdzv-backend={args.rdzv_backend} is not available: use c10d, or static")
     if args.rdzv_backend == "static" and fewest != most:
         raise ValueError("spare nodes (--nnodes=MIN:MAX) need a dynamic rendezvous: --rdzv-backend=c10d")
     if not 0 < fewest <= most:

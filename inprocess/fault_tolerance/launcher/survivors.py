@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import Worker
 
+from inprocess.fault_tolerance.launcher.count_watch import CountWatch
 from inprocess.fault_tolerance.launcher.cycle import CycleEnd
 from inprocess.fault_tolerance.launcher.meeting import Meeting
 from inprocess.fault_tolerance.launcher.orphans import end_orphans
@@ -71,8 +72,8 @@ class Survivors:
         self._waiting: dict[int, str] = {}  # replacements that have not joined: local rank -> file
         self._is_complete = False  # a worker has ended with 0, so there is no restart any more
         self._clock = clock
-        self._checked_s = self._next_check_s = clock()
-        self._seen: dict[int, tuple[int | None, float]] = {}  # node -> its count, and how long that has not changed
+        self._next_check_s = clock()
+        self._silence: CountWatch[int] = CountWatch(silence_s, clock)
 
     def look(self) -> CycleEnd | None:
         """Return how the cycle ends on this node; None while workers run. Ends what failed workers have left behind."""
@@ -138,21 +139,16 @@ class Survivors:
         now = self._clock()
         if self._meeting.nodes == 1 or now < self._next_check_s:
             return None
-        # This process may have been stopped itself, and others go on a little later: no pause counts much.
-        passed_s = min(now - self._checked_s, self._silence_s / 3)
-        self._checked_s, self._next_check_s = now, now + _ALIVE_INTERVAL_S
+        self._next_check_s = now + _ALIVE_INTERVAL_S
         self._meeting.say_alive()
         self._come_back()
         if not is_waiting and self._meeting.node != 0:
             return None
-        for node, count in self._meeting.alive().items():
-            earlier, silent_s = self._seen.get(node, (None, 0.0))
-            self._seen[node] = count, silent_s + passed_s if count == earlier else 0.0
-            if self._seen[node][1] >= self._silence_s:
-                self._meeting.table.give_up(node)
-                end = self._count_left(f"node {node} has not answered for {self._silence_s:g} s")
-                if end is not None:
-                    return end
+        for node in sorted(self._silence.observe(self._meeting.alive())):
+            self._meeting.table.give_up(node)
+            end = self._count_left(f"node {node} has not answered for {self._silence_s:g} s")
+            if end is not None:
+                return end
         return None
 
     def _report_lost(self, count: int) -> None:

@@ -9,12 +9,12 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 
 from inprocess.fault_tolerance.launcher.worker_causes import cause_of_failures
 from inprocess.process_end import KernelEvidence
@@ -139,12 +139,18 @@ def log_cause(failures: Mapping[int, ProcessFailure], processes: WorkerProcesses
         _log.error("cause: %s", cause_of_failures(failures, processes.kernel))
 
 
-def start_worker(context: Any, workers: WorkerProcesses, local_rank: int, variables: Mapping[str, str]) -> int:
+def start_worker(
+    context: Any,
+    workers: WorkerProcesses,
+    local_rank: int,
+    variables: Mapping[str, str],
+    get_handler: Callable[..., SubprocessHandler] = get_subprocess_handler,
+) -> int:
     """Start a worker's command again in place of one that has ended; returns the process id. Main thread.
 
     `context` is torch's `SubprocessContext`, `workers` watches its processes. The new process gets the environment of
     the earlier one, changed by `variables`. If output goes to a file, that of the new process goes to another file
-    beside it, with a number appended.
+    beside it, with a number appended. `get_handler` is torch's function that starts a process, or another one.
 
     RuntimeError if the worker still runs, OSError if the process cannot be started.
     """
@@ -159,7 +165,7 @@ def start_worker(context: Any, workers: WorkerProcesses, local_rank: int, variab
     options: dict[str, Any] = {}
     if "numa_options" in inspect.signature(get_subprocess_handler).parameters:  # since torch 2.9
         options["numa_options"] = context._numa_options
-    handler = get_subprocess_handler(
+    handler = get_handler(
         entrypoint=context.entrypoint,
         args=context.args[local_rank],
         env={**context.envs[local_rank], **variables},

@@ -1,5 +1,6 @@
 """The command line of `ckpt_launcher`, and small parts of the launcher by themselves."""
 
+import ctypes
 import dataclasses
 import logging
 import os
@@ -8,8 +9,10 @@ import stat
 import subprocess
 import sys
 import time
+import types
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +130,7 @@ EFFECTIVE = {
     "max_no_progress_cycles": ("7", 7),
     "min_progress_iterations": ("7", 7),
     "checkpoint_iteration_file": ("/x", "/x"),
+    "segment": ("1", 1),
     "gpu_memory_reclaim_timeout": ("7", 7.0),
     "gpu_memory_tolerance_mb": ("7", 7.0),
     "gpu_memory_poll_interval": ("7", 7.0),
@@ -134,7 +138,6 @@ EFFECTIVE = {
 }
 # What is refused, and a word of the sentence that says what to do instead.
 REFUSED = {
-    "segment": ("2", "rank_assignment.Tree"),
     "numa_bind_strict": ("true", "--numa-binding"),
     "enable_nic_healthcheck": ("true", "--ft-enable-nic-monitor"),
     "enable_dist_storage_healthcheck": ("true", "a save that fails says so"),
@@ -189,10 +192,66 @@ def test_every_setting_is_in_a_list() -> None:
 
 
 @pytest.mark.parametrize("key", EFFECTIVE)
-def test_options_that_have_an_effect(key: str) -> None:
+def test_options_that_have_an_effect(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INPROCESS_SEGMENT", "rack 7")
     text, value = EFFECTIVE[key]
     for name in (key, key.replace("_", "-")):
         assert getattr(options(f"--ft-{name}={text}").config, key) == value
+
+
+NODES = ["--rdzv-backend=c10d", "--rdzv-endpoint=host:1"]
+
+
+class _FabricInfo(ctypes.Structure):
+    _fields_ = [("clusterUuid", ctypes.c_uint8 * 16), ("state", ctypes.c_uint)]
+
+
+def gpu_in_domain(domain: bytes) -> types.ModuleType:
+    """NVML with one GPU that is in this NVLink domain."""
+
+    def fabric_info(_gpu: int, info: Any) -> int:
+        info._obj.clusterUuid[:] = domain
+        return 0
+
+    return types.SimpleNamespace(  # type: ignore[return-value]
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        NVMLError=ValueError,
+        c_nvmlGpuFabricInfo_t=_FabricInfo,
+        nvmlDeviceGetGpuFabricInfo=fabric_info,
+    )
+
+
+def test_a_segment_is_named_by_the_environment_or_else_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options("--nnodes=4:6", *NODES).segment_id == ""
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_in_domain(bytes(range(16))))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = options("--nnodes=4:6", "--ft-segment=2", *NODES)
+    assert (found.config.segment, found.segment_id) == (2, "00010203-0405-0607-0809-0a0b0c0d0e0f")
+    monkeypatch.setenv("INPROCESS_SEGMENT", "rack 7")
+    assert options("--nnodes=4:6", "--ft-segment=2", *NODES).segment_id == "rack 7"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--nnodes=3:6", "--ft-segment=2", *NODES], "3 nodes are no multiple of --ft-segment=2"),
+        (["--nnodes=4", "--ft-segment=2", "--master-port=1"], "add --rdzv-backend=c10d"),
+        (["--nnodes=4", "--ft-segment=0", *NODES], "segment must be at least 1"),
+        (["--nnodes=4", "--ft-segment=2", *NODES], "set INPROCESS_SEGMENT"),
+        (["--nnodes=4", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=host:1"], "use c10d, or static"),
+    ],
+)
+def test_segments_that_cannot_be_are_refused(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_in_domain(bytes(16)))
+    with pytest.raises(SystemExit) as error:
+        options(*argv)
+    assert error.value.code == 2
+    assert said in capsys.readouterr().err.split("error:")[-1]
 
 
 @pytest.mark.parametrize("key", REFUSED)

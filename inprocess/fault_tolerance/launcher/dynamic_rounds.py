@@ -1,0 +1,355 @@
+"""The rendezvous of nodes that come and go: which of them train, and which are spares.
+
+In the store of the job, below `rendezvous/<id of the job>`:
+
+    state          a `RoundState` as JSON; changed by compare-and-set only
+    revision       incremented after each change
+    cycle          the number of the next cycle, at least: its nodes may all be new
+    alive/<key>    incremented by the node with this key while its launcher runs
+    round_<n>/...  the store of round n: torch's, and that of its `Meeting`
+
+A node that wants to train is a candidate. A round begins when no node of the round before runs any more (all have come
+again, have left, or are silent) and the candidates suffice; any of them may begin it, with the nodes of `choose_nodes`.
+The others stay candidates: they are the spares. A spare that sees a silent node, and can fill its place with the other
+candidates, asks the nodes of the round to meet again.
+
+Clocks of nodes are not compared: a node is silent if its count does not change while the observer's clock goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import random
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # by their documented names
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from inprocess.fault_tolerance.launcher.count_watch import CountWatch
+from inprocess.fault_tolerance.launcher.meeting import Meeting
+from inprocess.fault_tolerance.launcher.node_choice import LauncherNode, choose_nodes
+from inprocess.fault_tolerance.launcher.rendezvous_rounds import MEETING_PREFIX, Rounds
+
+__all__ = ["DynamicRounds", "RoundRules", "RoundState", "this_node"]
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.2
+_SPARES_NOTICE_S = 2.5
+_POLL_OF_MANY_S = _RETRY_S = 0.001  # per node: what all nodes ask of the store must not grow with their square
+_NODES_PER_LOOK = 200  # each candidate looks for silent nodes once a second; with more nodes, less often
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """The rules of a rendezvous, the same on all nodes: how many train, in blocks of how many from one segment.
+
+    A node that is silent for `silence_s` is lost. `join_timeout_s` is how long candidates wait while no node trains.
+    `is_mended`: a spare makes the nodes of a round meet again if one of them is lost.
+    """
+
+    nodes: int
+    block: int
+    join_timeout_s: float
+    alive_interval_s: float
+    silence_s: float
+    is_mended: bool
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """The rendezvous of a job. `members` are the nodes of round `number`, by group rank; those in `running` are in it.
+
+    `trained` are the addresses of all nodes that were members. Round 0 has none.
+    """
+
+    number: int = 0
+    members: tuple[LauncherNode, ...] = ()
+    running: frozenset[str] = frozenset()
+    candidates: tuple[LauncherNode, ...] = ()
+    trained: frozenset[str] = frozenset()
+    is_closed: bool = False
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RoundState:
+        """Read what `to_json` has written."""
+        values = json.loads(text)
+        for name in ("members", "candidates"):
+            values[name] = tuple(LauncherNode(**each) for each in values[name])
+        for name in ("running", "trained"):
+            values[name] = frozenset(values[name])
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """Return the state as text."""
+        values = asdict(self)
+        for name in ("running", "trained"):
+            values[name] = sorted(values[name])
+        return json.dumps(values)
+
+    def place_of(self, node: LauncherNode) -> int | None:
+        """Return the group rank of a node that is in the round; None if it is not."""
+        return self.members.index(node) if node.key in self.running else None
+
+    def without(self, keys: Collection[str]) -> RoundState:
+        """Return the state when these nodes are neither in the round nor candidates."""
+        others = tuple(node for node in self.candidates if node.key not in keys)
+        return replace(self, running=self.running.difference(keys), candidates=others)
+
+    def with_candidate(self, node: LauncherNode) -> RoundState:
+        """Return the state when a node wants to be in the next round."""
+        others = self.without({node.key})
+        return replace(others, candidates=(*others.candidates, node))
+
+    def begin(self, members: list[LauncherNode]) -> RoundState:
+        """Return the state when the next round has begun."""
+        keys = frozenset(node.key for node in members)
+        return replace(
+            self.without(keys),
+            number=self.number + 1,
+            members=tuple(members),
+            running=keys,
+            trained=self.trained | {node.address for node in members},
+        )
+
+
+def this_node(local_addr: str | None, segment: str) -> LauncherNode:
+    """Return this launcher as a node; SLURM's number of the process gives the order, if there is one."""
+    order = os.environ.get("SLURM_PROCID", "")
+    address = local_addr or socket.getfqdn()
+    return LauncherNode(uuid.uuid4().hex[:12], address, os.getpid(), segment, int(order) if order.isdecimal() else 0)
+
+
+class DynamicRounds(Rounds):
+    """The rounds of `node`, by `rules`, in a store whose operations end (see `bounded_store`)."""
+
+    def __init__(self, store: Any, run_id: str, node: LauncherNode, rules: RoundRules) -> None:
+        super().__init__("c10d", run_id)
+        self._node = node
+        self._rules = rules
+        self._bounded = store  # torch does not keep it
+        self._store = PrefixStore(f"rendezvous/{run_id}", store)
+        self._heart = _Heart(functools.partial(self._store.add, f"alive/{node.key}", 1), rules.alive_interval_s)
+        self._workers_store: TCPStore | None = None
+        self._revision = -1  # of the state
+        self._state = RoundState()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See base class."""
+        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the next round that this node is in.
+
+        A spare waits as long as others train. RendezvousTimeoutError if no round begins. When the job is over:
+        RendezvousGracefulExitError for a spare, RendezvousClosedError for other nodes. Else torch's errors.
+        """
+        self._ask("compare_set", "state", "", RoundState().to_json())
+        self._ask("compare_set", "cycle", "", "0")
+        self._heart.start()
+        self._wait_for_round()
+        state = self._state
+        rank = state.place_of(self._node)
+        assert rank is not None
+        store = self._store_of(state)
+        self.meeting = Meeting(PrefixStore(MEETING_PREFIX, store), rank, len(state.members))
+        return RendezvousInfo(store, rank, len(state.members), self._store_for_workers(rank, store))
+
+    def leave(self) -> None:
+        """See base class."""
+        if not self._heart.is_beating:
+            return
+        self._heart.stop()
+        try:
+            self._change(lambda state: state.without({self._node.key}))
+        except RendezvousConnectionError as error:
+            _log.warning("a spare takes over only when this node has been silent for long enough: %s", error)
+
+    def shutdown(self) -> bool:
+        """See base class. It returns when spares have noticed: the store may be hosted here."""
+        self._heart.stop()
+        try:
+            self._change(lambda state: replace(state, is_closed=True))
+            deadline = time.monotonic() + _SPARES_NOTICE_S
+            while self._read().candidates and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        except RendezvousConnectionError as error:
+            _log.warning("the rendezvous cannot be closed: %s", error)
+            return False
+        return True
+
+    def least_cycle(self) -> int:
+        """See base class."""
+        return int(self._ask("get", "cycle"))
+
+    def record_cycle(self, cycle: int) -> None:
+        """See base class."""
+        text = self._ask("get", "cycle").decode()
+        while int(text) <= cycle:
+            text = self._ask("compare_set", "cycle", text, str(cycle + 1)).decode()
+
+    def _wait_for_round(self) -> None:
+        """Be a candidate until this node is in a round that has begun since."""
+        state = self._read()
+        left = None if state.place_of(self._node) is None else state.number
+        silence = _SilentNodes(self._ask, self._rules.silence_s)
+        deadline = time.monotonic() + self._rules.join_timeout_s
+        looked_at: tuple[RoundState, frozenset[str]] | None = None
+        is_spare = False
+        self._change(lambda state: state.with_candidate(self._node))
+        while (state := self._read()).place_of(self._node) is None:
+            if state.is_closed:
+                self._change(lambda state: state.without({self._node.key}))
+                raise RendezvousClosedError if state.number == left else RendezvousGracefulExitError
+            if self._node not in state.candidates:  # the others have found this node silent
+                self._change(lambda state: state.with_candidate(self._node))
+                continue
+            silent = silence.look([*state.running, *(node.key for node in state.candidates)])
+            if (state, silent) != looked_at:
+                looked_at = state, silent
+                if self._begin_or_mend(state, silent):
+                    continue
+            if state.running.difference(silent):
+                if not is_spare and state.number != left:
+                    is_spare = True
+                    _log.info("this node waits as a spare: %d nodes train", len(state.members))
+                deadline = time.monotonic() + self._rules.join_timeout_s
+            elif time.monotonic() > deadline:
+                self.leave()
+                raise RendezvousTimeoutError
+            time.sleep(max(_POLL_S, _POLL_OF_MANY_S * self._rules.nodes))
+
+    def _begin_or_mend(self, state: RoundState, silent: frozenset[str]) -> bool:
+        """Begin the next round if that is possible; if only some nodes of this one are left, ask those to come, too.
+
+        Returns whether the state has changed.
+        """
+        rules = self._rules
+        present = [node for node in state.candidates if node.key not in silent]
+        running = [node for node in state.members if node.key in state.running - silent]
+        if running and (not rules.is_mended or len(running) == len(state.members)):
+            return False
+        if len(present) + len(running) < rules.nodes:
+            return False
+        chosen = choose_nodes([*present, *running], state.members, state.trained, rules.nodes, rules.block)
+        if chosen is None:
+            return False
+        if state.running:  # also those that are silent: they may only have been stopped, and go on
+            lost = [f"{rank} ({node.address})" for rank, node in enumerate(state.members) if node not in running]
+            meeting = Meeting(PrefixStore(MEETING_PREFIX, self._store_of(state)), 0, len(state.members))
+            meeting.ask_restart(f"a node has left and a spare waits: node {', '.join(lost)}")
+        if running:
+            return False
+        self._change(lambda now: now.without(silent).begin(chosen) if now == state else now)
+        return True
+
+    def _store_of(self, state: RoundState) -> PrefixStore:
+        return PrefixStore(f"round_{state.number}", self._store)
+
+    def _store_for_workers(self, rank: int, store: PrefixStore) -> RendezvousStoreInfo:
+        """Return the address of the store that workers use. Node 0 hosts it."""
+        port = None
+        if rank == 0 and self.use_agent_store:
+            # A new one for each round: workers would read keys of those before them, as they do not prefix theirs.
+            self._workers_store = TCPStore(self._node.address, 0, is_master=True, multi_tenant=True)
+            port = self._workers_store.port
+        return RendezvousStoreInfo.build(rank, store, local_addr=self._node.address, server_port=port)
+
+    # -- the state -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> RoundState:
+        """Return the state; it is read only if it has changed."""
+        revision = int(self._ask("add", "revision", 0))
+        if revision != self._revision:
+            self._state = RoundState.from_json(self._ask("get", "state"))
+            self._revision = revision  # read before the state: a change meanwhile is read again
+        return self._state
+
+    def _change(self, transition: Callable[[RoundState], RoundState]) -> None:
+        while True:
+            text = self._ask("get", "state").decode()
+            state = RoundState.from_json(text)
+            changed = transition(state)
+            if changed == state:
+                return
+            wanted = changed.to_json()
+            if self._ask("compare_set", "state", text, wanted).decode() == wanted:
+                self._ask("add", "revision", 1)
+                return
+            time.sleep(random.uniform(0, _RETRY_S * self._rules.nodes))  # all nodes come at once
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._store, method)(*arguments)
+        except RuntimeError as error:  # torch's errors of stores and the network
+            raise RendezvousConnectionError(str(error)) from error
+
+
+class _SilentNodes:
+    """The nodes whose launchers do not run, or are stopped or cut off."""
+
+    def __init__(self, ask: Callable[..., Any], limit_s: float) -> None:
+        self._ask = ask
+        self._silence: CountWatch[str] = CountWatch(limit_s)
+        self._next_s = 0.0
+        self._found: frozenset[str] = frozenset()
+
+    def look(self, keys: list[str]) -> frozenset[str]:
+        """Return those of these nodes that were silent at the last look."""
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + max(1.0, len(keys) / _NODES_PER_LOOK)
+            counts = self._ask("multi_get", [f"alive/{key}" for key in keys])
+            self._found = frozenset(self._silence.observe(dict(zip(keys, counts, strict=True))))
+        return self._found
+
+
+class _Heart:
+    """A thread that calls `beat` each `interval_s` from `start` to `stop`. Both may be called several times."""
+
+    def __init__(self, beat: Callable[[], Any], interval_s: float) -> None:
+        self._beat = beat
+        self._interval_s = interval_s
+        self._stopping: threading.Event | None = None
+
+    @property
+    def is_beating(self) -> bool:
+        """Whether it was started, and not stopped since."""
+        return self._stopping is not None
+
+    def start(self) -> None:
+        """Beat once, and start the thread."""
+        if self._stopping is None:
+            self._beat()
+            self._stopping = threading.Event()
+            thread = threading.Thread(target=self._run, args=(self._stopping,), name="launcher-heart", daemon=True)
+            thread.start()
+
+    def stop(self) -> None:
+        """Have the thread end. It may be in a last beat."""
+        if self._stopping is not None:
+            self._stopping.set()
+            self._stopping = None
+
+    def _run(self, stopping: threading.Event) -> None:
+        while not stopping.wait(self._interval_s):
+            try:
+                self._beat()
+            except RuntimeError as error:  # the main thread notices it, too, and decides
+                _log.debug("this node cannot say that it is alive: %s", error)

@@ -1,0 +1,155 @@
+"""The rendezvous of launchers that come and go, each in a thread, with a connection of its own to the store."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+
+from inprocess.fault_tolerance.launcher.bounded_store import BoundedStore
+from inprocess.fault_tolerance.launcher.dynamic_rounds import DynamicRounds, RoundRules, RoundState, this_node
+from inprocess.fault_tolerance.launcher.node_choice import LauncherNode
+
+RULES = RoundRules(nodes=3, block=1, join_timeout_s=30, alive_interval_s=0.5, silence_s=6, is_mended=True)
+LIMIT_S = 50
+
+
+class Nodes:
+    """Launchers by name; `join` has them wait for a round."""
+
+    def __init__(self) -> None:
+        self._host = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30))
+        self._pool = ThreadPoolExecutor(64)
+        self.rounds: dict[str, DynamicRounds] = {}
+
+    def join(self, names: str, rules: RoundRules = RULES) -> dict[str, Future[RendezvousInfo]]:
+        for name in names:
+            if name not in self.rounds:
+                store = TCPStore("127.0.0.1", self._host.port, timeout=timedelta(seconds=30))
+                node = replace(this_node(f"127.0.0.{ord(name)}", ""), order=ord(name))
+                self.rounds[name] = DynamicRounds(BoundedStore(store, LIMIT_S, lambda: False), "job", node, rules)
+        return {name: self._pool.submit(self.rounds[name].next_rendezvous) for name in names}
+
+    def close(self) -> None:
+        for each in self.rounds.values():
+            each.shutdown()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    found = Nodes()
+    yield found
+    found.close()
+
+
+def by_rank(joined: dict[str, Future[RendezvousInfo]], names: str) -> str:
+    """The nodes of a round, by group rank, when these have joined it."""
+    found = {name: joined[name].result(LIMIT_S) for name in names}
+    assert {info.world_size for info in found.values()} == {len(names)}
+    assert len({info.bootstrap_store_info.master_port for info in found.values()}) == 1  # type: ignore[union-attr]
+    return "".join(sorted(names, key=lambda name: found[name].rank))
+
+
+def test_nodes_that_meet_again_have_the_same_ranks_and_spares_wait(nodes: Nodes) -> None:
+    assert by_rank(nodes.join("cab"), "abc") == "abc"
+    spares = nodes.join("AB")
+    for _ in range(3):
+        assert by_rank(nodes.join("bca"), "abc") == "abc"
+    assert not any(each.done() for each in spares.values())
+    nodes.rounds["b"].leave()
+    assert by_rank(nodes.join("ca") | spares, "aAc") == "aAc"
+    nodes.rounds["a"].shutdown()
+    with pytest.raises(RendezvousGracefulExitError):
+        spares["B"].result(LIMIT_S)
+    late = nodes.join("b")["b"]
+    with pytest.raises(RendezvousGracefulExitError):
+        late.result(LIMIT_S)
+
+
+def test_a_spare_asks_the_others_to_meet_again_when_one_is_silent(nodes: Nodes) -> None:
+    by_rank(nodes.join("abc"), "abc")
+    spare = nodes.join("d")
+    meeting = nodes.rounds["a"].meeting
+    assert meeting is not None
+    nodes.rounds["b"]._heart.stop()
+    deadline = time.monotonic() + LIMIT_S
+    while not meeting.has_words():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "node 1 (127.0.0.98)" in str(meeting.restart_reason())
+    assert by_rank(nodes.join("ac") | spare, "adc") == "adc"
+    nodes.rounds["b"]._heart.start()  # it was only stopped
+    back = nodes.join("b")["b"]
+    nodes.rounds["a"].leave()
+    assert by_rank(nodes.join("dc") | {"b": back}, "bdc") == "bdc", "it has trained"
+
+
+def test_nodes_of_a_round_without_others_are_told_that_it_is_over(nodes: Nodes) -> None:
+    """They may have been stopped together, and go on."""
+    by_rank(nodes.join("abc"), "abc")
+    meeting = nodes.rounds["a"].meeting
+    assert meeting is not None
+    for name in "abc":
+        nodes.rounds[name]._heart.stop()
+    assert by_rank(nodes.join("def"), "def") == "def"
+    assert meeting.has_words()
+
+
+def test_no_round_without_enough_nodes(nodes: Nodes) -> None:
+    joined = nodes.join("ab", replace(RULES, join_timeout_s=1))
+    for each in joined.values():
+        with pytest.raises(RendezvousTimeoutError):
+            each.result(LIMIT_S)
+
+
+def test_a_node_that_comes_again_while_another_ends_the_job_is_no_spare(nodes: Nodes) -> None:
+    by_rank(nodes.join("abc"), "abc")
+    again = nodes.join("a")["a"]
+    nodes.rounds["b"].shutdown()
+    with pytest.raises(RendezvousClosedError):
+        again.result(LIMIT_S)
+
+
+def test_the_number_of_the_cycle_outlives_its_nodes(nodes: Nodes) -> None:
+    by_rank(nodes.join("abc"), "abc")
+    for cycle in (0, 2, 1):
+        threads = [
+            threading.Thread(target=nodes.rounds[name].record_cycle, args=(cycle,), daemon=True) for name in "abc"
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+    assert {nodes.rounds[name].least_cycle() for name in "abc"} == {3}
+
+
+def test_many_nodes_at_once(nodes: Nodes) -> None:
+    names = "".join(chr(ord("a") + number) for number in range(24))
+    rules = replace(RULES, nodes=20)
+    joined = nodes.join(names, rules)
+    for _ in range(2):
+        deadline = time.monotonic() + LIMIT_S
+        while sum(each.done() for each in joined.values()) < 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        trains = "".join(name for name in names if joined[name].done())
+        assert sorted(by_rank(joined, trains)) == sorted(trains)
+        joined |= nodes.join(trains, rules)
+
+
+def test_a_state_is_read_as_it_was_written() -> None:
+    state = RoundState().with_candidate(LauncherNode("1", "x", 7, "rack", 3)).with_candidate(LauncherNode("2", "y"))
+    state = state.begin([state.candidates[1]])
+    assert RoundState.from_json(state.to_json()) == state
+    assert (state.number, [node.key for node in state.candidates], state.trained) == (1, ["1"], {"y"})
