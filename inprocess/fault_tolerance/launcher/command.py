@@ -20,6 +20,7 @@ from inprocess.fault_tolerance.launcher.cycle import LauncherResources
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, Interrupted, SignalInbox
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
+from inprocess.fault_tolerance.launcher.node_admission import NodeAdmission
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds, rounds_of
@@ -81,7 +82,9 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
             signals=signals,
             progress=TrainingProgressTracker.from_config(options.config),
             gpu_memory=GpuMemory(options.config),
+            admission=NodeAdmission(options.config, rounds, config.max_nodes - config.min_nodes),
         )
+        stack.callback(resources.admission.close)
         agent = LauncherAgent(
             _known(WorkerSpec, _spec(config, rounds, command, arguments)),
             resources,

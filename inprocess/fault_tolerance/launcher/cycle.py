@@ -10,6 +10,7 @@ from inprocess.fault_tolerance.data import WorkloadAction
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, SignalInbox
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
+from inprocess.fault_tolerance.launcher.node_admission import NodeAdmission
 from inprocess.fault_tolerance.launcher.options import LauncherOptions
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds
@@ -33,6 +34,7 @@ class LauncherResources:
     signals: SignalInbox
     progress: TrainingProgressTracker
     gpu_memory: GpuMemory
+    admission: NodeAdmission
 
 
 @dataclass(frozen=True)
@@ -74,5 +76,7 @@ def decide(
     if request is not None:
         resources.rounds.leave()
         reason = f"a rank has asked to leave this node out: {request.description}"
-        return LauncherExit(0 if meeting.nodes > 1 else 1, reason)  # on the only node this is a failure of the job
+        if meeting.nodes == 1:
+            return LauncherExit(1, reason)  # on the only node this is a failure of the job
+        return LauncherExit(0, reason, is_excluded=True)
     return None

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by its documented name
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -81,6 +82,23 @@ class Rounds(RendezvousHandler):
     def leave(self) -> None:
         """Make room for a spare, now. The job goes on."""
 
+    @property
+    def job_store(self) -> Any:
+        """The store of the rendezvous for what all rounds have in common; None if it is not known (yet)."""
+        return None
+
+    def has_spare(self) -> bool:
+        """Whether a node waits that could take the place of this one."""
+        return False
+
+    def hosts_store(self) -> bool:
+        """Whether this process hosts the store, so that the others end with it."""
+        return False
+
+    def is_deserted(self) -> bool:
+        """Whether no node is in the rendezvous or waits for it."""
+        return False
+
 
 class DynamicRounds(Rounds):
     """Rounds of a `DynamicRendezvousHandler`."""
@@ -105,6 +123,34 @@ class DynamicRounds(Rounds):
         if ended and self._has_spares:
             time.sleep(_SPARES_NOTICE_S)
         return ended
+
+    @property
+    def job_store(self) -> Any:
+        """See base class."""
+        store = getattr(self.inner, "_store", None)
+        return None if store is None else PrefixStore(f"{_PREFIX}.{self.get_run_id()}", store)
+
+    def has_spare(self) -> bool:
+        """See base class."""
+        return self.num_nodes_waiting() > 0 or bool(self._nodes("redundancy_list"))
+
+    def hosts_store(self) -> bool:
+        """See base class."""
+        port = getattr(getattr(self.inner, "_store", None), "port", None)
+        if port is None:
+            return False
+        process: Any = psutil.Process()
+        ask = getattr(process, "net_connections", None) or process.connections  # its name before psutil 6
+        return any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in ask("tcp"))
+
+    def is_deserted(self) -> bool:
+        """See base class."""
+        self.num_nodes_waiting()  # asks the store
+        return not any(map(self._nodes, ("participants", "wait_list", "redundancy_list")))
+
+    def _nodes(self, name: str) -> Any:
+        holder = getattr(self.inner, "_state_holder", None)
+        return getattr(getattr(holder, "state", None), name, ())
 
     def leave(self) -> None:
         """See base class. Without torch's internals, the spare is admitted when the heartbeat has been missed."""
