@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,9 @@ def _visible(nvml: Any) -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return [str(number) for number in range(nvml.nvmlDeviceGetCount())]
-    return [entry.strip() for entry in named.split(",") if entry.strip()]
+    entries = [entry.strip() for entry in named.split(",")]
+    # As CUDA reads it: a negative number ends the list, "-1" alone hides all.
+    return [entry for entry in takewhile(lambda entry: not entry.startswith("-"), entries) if entry]
 
 
 def _open(nvml: Any, name: str) -> Gpu:

@@ -79,7 +79,7 @@ class ServiceCheck(NodeCheck):
         self._path = socket_path_of(endpoint)
 
     def run(self) -> CheckResult:
-        import grpc  # type: ignore[import-untyped]
+        import grpc
 
         if not os.path.exists(self._path):
             return not_applicable(self, f"no service listens at {self._path}")

@@ -162,6 +162,29 @@ def test_an_unfit_node_goes_on_hosting_the_store(job: Job) -> None:
 
 
 @full_only
+def test_a_node_that_a_rank_excludes_goes_on_hosting_the_store(job: Job) -> None:
+    script = f"""{PROLOGUE}
+    from inprocess.fault_tolerance import RankMonitorClient, WorkloadAction, WorkloadControlRequest
+    while cycle == 0 and not os.path.exists(os.environ["TEST_EVENTS"] + ".go"):
+        time.sleep(0.02)
+    if cycle == 0 and node == "0":
+        RankMonitorClient().send_workload_control_request(
+            WorkloadControlRequest(WorkloadAction.ExcludeThisNode, "a bad link"))
+        sys.exit(1)
+    if cycle == 0:
+        hang()
+    say("ends")
+    """
+    nodes = start_nodes(job, script, 2, nodes="2:3")
+    nodes[0].wait_log("cycle 0 begins")
+    spare = job.launch(script, *nodes[1].options, env={"TEST_NODE": "2"})
+    job.folder.joinpath("events.go").touch()
+    assert [each.wait() for each in (*nodes, spare)] == [0, 0, 0]
+    assert "this node hosts the store of the rendezvous, so its launcher runs" in nodes[0].log()
+    assert job.events().count("ends") == 2
+
+
+@full_only
 def test_a_disk_that_hangs_keeps_no_launcher(job: Job) -> None:
     os.mkfifo(job.folder / "pipe")
     options = (f"--ft-storage-healthcheck-path={job.folder}/pipe", "--ft-node-health-check-timeout=0.5")

@@ -65,6 +65,8 @@ def test_only_visible_gpus_count(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     nvml.ecc_errors = 1
     assert outcome(GpuCheck()) == (FAILED, "GPU 1: 1 uncorrected ECC errors since the last reset")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert outcome(GpuCheck())[0] == NOT_APPLICABLE
 
 
 def test_nvlinks_are_compared_with_other_gpus_and_with_before(nvml: FakeNvml) -> None:
