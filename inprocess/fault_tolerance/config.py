@@ -67,11 +67,11 @@ _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 class FaultToleranceConfig:
     """All settings. Times in seconds; a limit of None: never late. Do not change it once it is in use.
 
-    Some settings are our own: `storage_min_free_gb`, `max_clock_error`, and `node_health_*` but for the endpoint and
-    the interval. `ladder` says when a late section leads to an in-process restart, under the wrapper: "limit": at its
-    limit; "progress": not while the main thread executes bytecode. `termination_grace_time` is how long a rank may take
-    to end after `rank_termination_signal` before the launcher's monitor sends SIGKILL; the wrapper has an argument of
-    that name. ValueError for an invalid value.
+    Some settings are our own: `enable_gpu_healthcheck`, `storage_min_free_gb`, `max_clock_error`, and `node_health_*`
+    but for the endpoint and the interval. `ladder` says when a late section leads to an in-process restart, under the
+    wrapper: "limit": at its limit; "progress": not while the main thread executes bytecode. `termination_grace_time` is
+    how long a rank may take to end after `rank_termination_signal` before the launcher's monitor sends SIGKILL; the
+    wrapper has an argument of that name. ValueError for an invalid value.
 
     Settings in `WITHOUT_EFFECT` are only kept, for files that other launchers also read.
     """
@@ -101,6 +101,7 @@ class FaultToleranceConfig:
     numa_bind_strict: bool = True
     enable_nic_monitor: bool = False
     enable_nic_healthcheck: bool = True
+    enable_gpu_healthcheck: bool = True
     enable_dist_storage_healthcheck: bool = False
     storage_healthcheck_path: str | None = None
     storage_min_free_gb: float = 0.0

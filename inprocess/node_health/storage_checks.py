@@ -71,9 +71,9 @@ class StoragePathCheck(NodeCheck):
             self.doing = f"reading {path}"
             is_same = _read_all(fd, len(data)) == data
         finally:
-            os.close(fd)
             with contextlib.suppress(OSError):
                 os.unlink(path)
+            os.close(fd)  # last: on NFS it may be what fails
         return ok(self) if is_same else failed(self, f"{path} had other bytes when it was read than were written")
 
 

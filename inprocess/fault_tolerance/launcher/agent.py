@@ -334,6 +334,7 @@ class LauncherAgent(LocalElasticAgent):
             if self._resources.signals.take() is not None:  # a second signal shortens the wait
                 deadline = min(deadline, time.monotonic() + options.workers_stop_timeout_s)
             self._resources.monitors.restart_ended()
+            self._resources.admission.look(self._cycle)
             end = self._look_alone()
         if is_done or (end is not None and not end.is_ours and self._failed() == failed_before):
             is_over = False

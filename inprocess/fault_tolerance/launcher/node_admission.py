@@ -192,7 +192,7 @@ def check_settings(config: FaultToleranceConfig) -> NodeCheckSettings | None:
     settings = NodeCheckSettings(
         interval_s=config.node_health_check_interval,
         limit_s=config.node_health_check_timeout,
-        checks_gpus=importlib.util.find_spec("pynvml") is not None,
+        checks_gpus=config.enable_gpu_healthcheck and importlib.util.find_spec("pynvml") is not None,
         checks_network_cards=config.enable_nic_healthcheck and os.path.isdir("/sys/class/infiniband"),
         checks_shared_mounts=config.enable_dist_storage_healthcheck,
         storage_paths=tuple(paths),

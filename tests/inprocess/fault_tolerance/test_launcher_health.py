@@ -197,6 +197,28 @@ def test_a_disk_that_hangs_keeps_no_launcher(job: Job) -> None:
 
 
 @full_only
+def test_a_failure_while_workers_end_by_a_signal_is_told(job: Job) -> None:
+    script = """
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    say("works")
+    while not stopping.wait(0.05):
+        pass
+    say("ends")
+    while not os.path.exists(os.environ["TEST_EVENTS"] + ".go"):
+        time.sleep(0.02)
+    """
+    (launcher,), (devices,) = start_with_gpus(job, script, nodes="1:1")
+    job.wait_event("works")
+    launcher.signal(signal.SIGTERM)
+    job.wait_event("ends")
+    devices.set(ecc_errors=1)
+    launcher.wait_log("this node is unfit: gpu")
+    job.folder.joinpath("events.go").touch()
+    assert launcher.wait() == 0
+
+
+@full_only
 def test_a_signal_ends_a_launcher_whose_checks_run(job: Job) -> None:
     launcher = job.one_node("say('works')", f"--ft-node-health-check-command=touch {job.folder}/asked; sleep 1000")
     job.wait_for(lambda: "asked" * (job.folder / "asked").exists(), "asked", 30)

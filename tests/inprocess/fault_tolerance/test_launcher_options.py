@@ -1,6 +1,7 @@
 """The command line of `ckpt_launcher`, and small parts of the launcher by themselves."""
 
 import dataclasses
+import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -134,6 +135,7 @@ EFFECTIVE = {
     "gpu_memory_poll_interval": ("7", 7.0),
     "enable_nic_monitor": ("true", True),
     "enable_nic_healthcheck": ("false", False),
+    "enable_gpu_healthcheck": ("false", False),
     "enable_dist_storage_healthcheck": ("true", True),
     "storage_healthcheck_path": ("/x,/y", "/x,/y"),
     "storage_min_free_gb": ("7", 7.0),
@@ -303,6 +305,11 @@ def test_without_settings_and_devices_no_process_checks_the_node(monkeypatch: py
     monkeypatch.setattr(os.path, "isdir", lambda path: False)
     assert check_settings(FaultToleranceConfig()) is None
     assert check_settings(FaultToleranceConfig(node_health_check_interval=1, storage_min_free_gb=1)) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
+    found = check_settings(FaultToleranceConfig())
+    assert found is not None
+    assert found.checks_gpus
+    assert check_settings(FaultToleranceConfig(enable_gpu_healthcheck=False)) is None
     found = check_settings(FaultToleranceConfig(storage_healthcheck_path="/x, /y", storage_min_free_gb=2))
     assert found is not None
     assert (found.storage_paths, found.min_free_bytes) == (("/x", "/y"), 2 * 10**9)
