@@ -41,7 +41,11 @@ class CheckChain:
         began = time.monotonic()
         checks = [check for check in self.checks if check.is_cheap or not only_cheap]
         late = {check: call for check, call in self._running.items() if check in checks and not call.wait(0)}
-        calls = {check: BoundedCall(check.run, check.name) for check in checks if check not in late}
+        calls = {}
+        for check in checks:
+            if check not in late:
+                check.is_working = only_cheap
+                calls[check] = BoundedCall(check.run, check.name)
         for check, call in calls.items():
             call.wait(max(0.0, began + self._limit_of(check) - time.monotonic()))
         deadline = Deadline(_GRACE_S)

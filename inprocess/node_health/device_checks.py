@@ -134,9 +134,10 @@ def _bus_ids() -> set[str] | None:
 
 
 class NetworkCardCheck(NodeCheck):
-    """Fails if a link of an InfiniBand or RoCE card is down that was up before, or has counted errors since.
+    """Fails if a link of an InfiniBand or RoCE card is down that was up before, or has counted errors while it works.
 
-    Links that are down at the first run are not in use. `sys_root` is the path of /sys.
+    Links that are down at the first run are not in use. Before a node joins, a link that is up again is in order: a
+    switch that was restarted must not cost the job all its nodes. `sys_root` is the path of /sys.
     """
 
     name = "network card"
@@ -158,7 +159,7 @@ class NetworkCardCheck(NodeCheck):
             grown = [f"{name} +{now[name] - count}" for name, count in before.items() if now.get(name, 0) > count]
             if not port.is_active():
                 bad.append(f"{port.name} is down")
-            elif grown:
+            elif grown and self.is_working:
                 bad.append(f"{port.name} has errors: {', '.join(grown)}")
         return failed_if(self, bad)
 

@@ -37,6 +37,7 @@ class NodeCheck(abc.ABC):
     limit_s: float = 20.0
     is_cheap: bool = False
     doing: str = ""  # the present operation, for the report if it hangs
+    is_working: bool = False  # the node works meanwhile; else it is about to join
 
     @abc.abstractmethod
     def run(self) -> CheckResult:
