@@ -40,12 +40,16 @@ class BoundedCall(Generic[_T]):
 
         `exception.TimeoutError` if it has not ended. An exception thrown into the caller ends the wait.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self.wait(timeout):
             raise TimeoutError(f"{self.name} has not ended within {timeout:g} s")
         if self._error is not None:
             raise self._error
         return self._results[0]
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait at most `timeout` seconds (None: no limit); return whether the call has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

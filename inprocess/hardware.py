@@ -14,14 +14,17 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Gpu", "Port", "nearest_ports", "open_gpu"]
+__all__ = ["Gpu", "Port", "all_ports", "nearest_ports", "open_gpu", "open_gpus"]
 
 _log = logging.getLogger(__name__)
 _MOST_LINKS = 18
 _GPU_LOST = (15, 999)  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_UNKNOWN
+_UNCORRECTED = (1, 0)  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
+_ERROR_COUNTERS = ("link_downed", "link_error_recovery", "local_link_integrity_errors")
 
 
 class Gpu:
@@ -49,10 +52,28 @@ class Gpu:
             found.append(f"the driver asks for recovery action {action}")
         return found
 
+    def memory_errors(self) -> list[str]:
+        """Return the errors of memory that a reset of the GPU would remove, and with which it should not start work."""
+        found = []
+        remapped = self._ask("nvmlDeviceGetRemappedRows")
+        if remapped is not None and remapped[2]:
+            found.append("the remapping of a memory row waits for a reset")
+        errors = self._ask("nvmlDeviceGetTotalEccErrors", *_UNCORRECTED)
+        if errors:
+            found.append(f"{errors} uncorrected ECC errors since the last reset")
+        return found
+
     def inactive_links(self) -> list[int]:
         """Return the NVLinks that exist and are down."""
+        return self._links(0)
+
+    def active_links(self) -> list[int]:
+        """Return the NVLinks that are up."""
+        return self._links(1)
+
+    def _links(self, wanted: int) -> list[int]:
         states = {link: self._ask("nvmlDeviceGetNvLinkState", link) for link in range(_MOST_LINKS)}
-        return [link for link, state in states.items() if state == 0]
+        return [link for link, state in states.items() if state == wanted]
 
     def nvlink_domain(self) -> str:
         """Return the UUID of the NVLink domain (cluster) that the GPU is in; "" if it is in none."""
@@ -90,34 +111,59 @@ def open_gpu(cuda_index: int) -> Iterator[Gpu | None]:
     A process that sees only one GPU gets that one, whatever the index, which may be the rank on the node. The error of
     NVML for a GPU that has fallen off the bus is raised.
     """
+    with _open_nvml() as nvml:
+        names = [] if nvml is None else _visible(nvml)
+        if cuda_index >= len(names) > 1 or not names:
+            _log.debug("there is no GPU %d", cuda_index)
+            yield None
+        else:
+            yield _open(nvml, names[min(cuda_index, len(names) - 1)])
+
+
+@contextlib.contextmanager
+def open_gpus() -> Iterator[dict[str, Gpu | str]]:
+    """Open all GPUs that this process sees, by index or UUID; for one that cannot be opened, the error of NVML as text.
+
+    Empty without NVML.
+    """
+    with _open_nvml() as nvml:
+        found: dict[str, Gpu | str] = {}
+        for name in [] if nvml is None else _visible(nvml):
+            try:
+                found[name] = _open(nvml, name)
+            except nvml.NVMLError as error:
+                found[name] = str(error)
+        yield found
+
+
+@contextlib.contextmanager
+def _open_nvml() -> Iterator[Any]:
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception as error:
-        _log.debug("GPU %d cannot be queried without NVML: %s", cuda_index, error)
+        _log.debug("GPUs cannot be queried without NVML: %s", error)
         yield None
         return
     try:
-        handle = _handle(nvml, cuda_index)
-        if handle is None:
-            _log.debug("there is no GPU %d", cuda_index)
-        yield None if handle is None else Gpu(nvml, handle)
+        yield nvml
     finally:
         nvml.nvmlShutdown()
 
 
-def _handle(nvml: Any, cuda_index: int) -> Any:
+def _visible(nvml: Any) -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
-        visible = [str(number) for number in range(nvml.nvmlDeviceGetCount())]
-    else:
-        visible = [entry.strip() for entry in named.split(",") if entry.strip()]
-    if cuda_index >= len(visible) > 1 or not visible:
-        return None
-    entry = visible[min(cuda_index, len(visible) - 1)]
-    if entry.isdecimal():
-        return nvml.nvmlDeviceGetHandleByIndex(int(entry))
-    return nvml.nvmlDeviceGetHandleByUUID(entry)
+        return [str(number) for number in range(nvml.nvmlDeviceGetCount())]
+    entries = [entry.strip() for entry in named.split(",")]
+    # As CUDA reads it: a negative number ends the list, "-1" alone hides all.
+    return [entry for entry in takewhile(lambda entry: not entry.startswith("-"), entries) if entry]
+
+
+def _open(nvml: Any, name: str) -> Gpu:
+    if name.isdecimal():
+        return Gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(int(name)))
+    return Gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(name))
 
 
 @dataclass(frozen=True)
@@ -137,8 +183,12 @@ class Port:
 
     def times_down(self) -> int:
         """Return how often the link went down since the driver was loaded; 0 if the card does not count."""
-        text = self._text("counters/link_downed")
-        return int(text) if text.isdecimal() else 0
+        return self.errors().get("link_downed", 0)
+
+    def errors(self) -> dict[str, int]:
+        """Return the counters of errors that a link in order does not have, as far as the card counts them."""
+        texts = {name: self._text(f"counters/{name}") for name in _ERROR_COUNTERS}
+        return {name: int(text) for name, text in texts.items() if text.isdecimal()}
 
     def _text(self, name: str) -> str:
         try:
@@ -161,3 +211,8 @@ def nearest_ports(bus_id: str, sys_root: Path = Path("/sys")) -> list[Port]:
         if shared == most_shared:
             best.append(card)
     return [Port(port) for card in best for port in sorted((card / "ports").glob("*"))]
+
+
+def all_ports(sys_root: Path = Path("/sys")) -> list[Port]:
+    """Return the ports of all network cards."""
+    return [Port(port) for port in sorted((sys_root / "class/infiniband").glob("*/ports/*"))]

@@ -86,6 +86,10 @@ class RestartEvents:
         if rank == 0:
             self._append({"event": "gave_up", "iteration": iteration, **_why(records), "why": why})
 
+    def node_unfit(self, host: str, cycle: int, failed: Mapping[str, str]) -> None:
+        """Write that a node takes no part in `cycle` of its launcher, or leaves: which checks have failed, and why."""
+        self._append({"event": "node_unfit", "host": host, "cycle": cycle, "failed": dict(failed)})
+
     def _append(self, event: Mapping[str, object]) -> None:
         """Write a line. An error of writing is only logged."""
         if self._path is None:

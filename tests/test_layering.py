@@ -64,7 +64,7 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"attribution", "compose", "deferred_log", "exception", "hardware", "main_thread", "modes", "old_threads"}
     | {"process_state", "rank_environment", "settings", "tools"},
     {"bounded_waits", "torn_locks"},
-    {"leftovers", "unblock"},
+    {"leftovers", "node_health", "unblock"},
     {"blame", "coordination", "progress_watchdog", "protocol_phases", "reasons", "repetition"}
     | {"restart_events", "state"},
     {"reports", "roster"},

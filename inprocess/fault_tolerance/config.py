@@ -29,9 +29,6 @@ _log = logging.getLogger(__name__)
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         "numa_bind_strict": "binding to NUMA nodes is torchrun's: use --numa-binding",
-        "enable_nic_healthcheck": "use --ft-enable-nic-monitor; the in-process wrapper checks cards after a fault",
-        "enable_dist_storage_healthcheck": "storage is not checked first; a save that fails says so on all ranks",
-        "storage_healthcheck_path": "storage is not checked first; a save that fails says so on all ranks",
         "pci_topo_file": "network cards near a GPU are found in /sys; leave it out",
         "link_down_path_template": "the state of network cards is read in /sys; leave it out",
         "link_state_path_template": "the state of network cards is read in /sys; leave it out",
@@ -44,9 +41,6 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
 # How settings and options of other launchers begin that are not among the above, and what to do instead.
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
-        "node_health_check_endpoint": "no service is asked; check nodes in the prolog of the scheduler",
-        "segment_health_check": "no decisions are read; exclude nodes in the scheduler; --nnodes=MIN:MAX has spares",
-        "storage_health_check": WITHOUT_EFFECT["storage_healthcheck_path"],
         "per_cycle_applog": "it is no setting of a file: give --ft-per-cycle-applog-prefix=PATH to ckpt_launcher",
         "nvrx_logfile": "the launcher logs to stderr: redirect that",
         **dict.fromkeys(
@@ -72,10 +66,11 @@ _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 class FaultToleranceConfig:
     """All settings. Times in seconds; a limit of None: never late. Do not change it once it is in use.
 
-    Two settings are our own. `ladder` says when a late section leads to an in-process restart, under the wrapper:
-    "limit": at its limit; "progress": not while the main thread executes bytecode. `termination_grace_time` is how long
-    a rank may take to end after `rank_termination_signal` before the launcher's monitor sends SIGKILL; the wrapper has
-    an argument of that name. ValueError for an invalid value.
+    Some settings are our own: `enable_gpu_healthcheck`, `storage_min_free_gb`, `max_clock_error`, and `node_health_*`
+    but for the endpoint and the interval. `ladder` says when a late section leads to an in-process restart, under the
+    wrapper: "limit": at its limit; "progress": not while the main thread executes bytecode. `termination_grace_time` is
+    how long a rank may take to end after `rank_termination_signal` before the launcher's monitor sends SIGKILL; the
+    wrapper has an argument of that name. ValueError for an invalid value.
 
     `segment` is how many nodes of one NVLink domain have contiguous group ranks; only the launcher reads it.
     Settings in `WITHOUT_EFFECT` are only kept, for files that other launchers also read.
@@ -106,8 +101,16 @@ class FaultToleranceConfig:
     numa_bind_strict: bool = True
     enable_nic_monitor: bool = False
     enable_nic_healthcheck: bool = True
+    enable_gpu_healthcheck: bool = True
     enable_dist_storage_healthcheck: bool = False
     storage_healthcheck_path: str | None = None
+    storage_min_free_gb: float = 0.0
+    max_clock_error: float | None = None
+    node_health_check_endpoint: str | None = None
+    node_health_check_command: str | None = None
+    node_health_check_timeout: float = 60.0
+    node_health_publish_dir: str | None = None
+    segment_health_check_dir: str | None = None
     pci_topo_file: str | None = None
     link_down_path_template: str | None = None
     link_state_path_template: str | None = None
@@ -120,7 +123,12 @@ class FaultToleranceConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             setattr(self, item.name, convert(item.name, str(item.type), getattr(self, item.name)))
-        for name in ("workload_check_interval", "node_health_check_interval", "safety_factor"):
+        for name in (
+            "workload_check_interval",
+            "node_health_check_interval",
+            "node_health_check_timeout",
+            "safety_factor",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.segment is not None and self.segment < 1:

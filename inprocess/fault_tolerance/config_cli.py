@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         old = [f"--ft-param-{item.name}", f"--ft-param-{dashes}", f"--ft_param_{item.name}"]
         instead = WITHOUT_EFFECT.get(item.name)
         text = f"default: {_shown(item.name)}" if instead is None else f"not available: {instead}"
+        if item.name == "storage_healthcheck_path":
+            old += _spellings("storage_health_check_path")  # the other launchers' option; this is its name in files
         _add(group, item.name, old, text, type=_reader(item.name, str(item.type)))
     for spelling in [*_spellings("ignore_missing_cfg"), "--ignore-missing-fault-tol-cfg"]:
         shown = spelling == "--ft-ignore-missing-cfg"

@@ -21,9 +21,9 @@ from inprocess.health_check import (
     HealthCheck,
 )
 from inprocess.state import FrozenState
+from tests.inprocess.fake_devices import BUS_ID, FakeNvml, make_port
 
 STATE = FrozenState(rank=0, world_size=1)
-BUS_ID = "0000:3b:00.0"
 
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, synchronize: Callable[[int], None], initialized: bool = True) -> None:
@@ -38,77 +38,12 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, synchronize: Callable[[int], None
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
 
 
-class FakeNvml(types.ModuleType):
-    """`count` GPUs. `remapped_failed`, `recovery` and `links` are what it says of itself."""
-
-    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
-
-    class NVMLError(Exception):
-        def __init__(self, value: int) -> None:
-            super().__init__(value)
-            self.value = value
-
-    def __init__(self) -> None:
-        super().__init__("pynvml")
-        self.opened = 0
-        self.count = 3
-        self.remapped_failed = 0
-        self.recovery = 0
-        self.links = [1, 1]
-        self.lost = False
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        self.opened += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.opened -= 1
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return self.count
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:  # noqa: N802
-        if self.lost:
-            raise self.NVMLError(15)
-        if index >= self.count:
-            raise self.NVMLError(2)
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:  # noqa: N802
-        return uuid
-
-    def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:  # noqa: N802
-        return types.SimpleNamespace(busId=f"0000{BUS_ID}".upper().encode())
-
-    def nvmlDeviceGetRemappedRows(self, handle: Any) -> Any:  # noqa: N802
-        return (0, 0, 0, self.remapped_failed)
-
-    def nvmlDeviceGetFieldValues(self, handle: Any, fields: list[int]) -> Any:  # noqa: N802
-        return [types.SimpleNamespace(nvmlReturn=0, value=types.SimpleNamespace(uiVal=self.recovery))]
-
-    def nvmlDeviceGetNvLinkState(self, handle: Any, link: int) -> int:  # noqa: N802
-        if link >= len(self.links):
-            raise self.NVMLError(3)
-        return self.links[link]
-
-
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake
-
-
-def make_port(sys_root: Path, card: str, place: str, downs: int = 0) -> Path:
-    """A network card at a place on the PCI bus, with one active port; return the folder of the port."""
-    device = sys_root / "devices" / place
-    port = sys_root / "class/infiniband" / card / "ports/1"
-    (port / "counters").mkdir(parents=True)
-    device.mkdir(parents=True, exist_ok=True)
-    (port.parents[1] / "device").symlink_to(device)
-    (port / "state").write_text("4: ACTIVE\n")
-    (port / "counters/link_downed").write_text(f"{downs}\n")
-    return port
 
 
 @pytest.fixture

@@ -42,6 +42,8 @@ __all__ = ["LauncherAgent"]
 _log = logging.getLogger(__name__)
 _LEAVE_TIMEOUT_S = 10.0
 _PRELOAD_DELAY_S = 30.0  # the workers of this cycle are starting, and come first
+_FIRST_NODES_S = 600.0  # for which the host of the store waits for other nodes to come
+_MEMBERSHIP_INTERVAL_S = 1.0  # torch's handler asks the store no more often
 
 
 class LauncherAgent(LocalElasticAgent):
@@ -69,6 +71,8 @@ class LauncherAgent(LocalElasticAgent):
         try:
             while outcome is None:
                 outcome = self._meet() or self._run_cycle()
+            if outcome.is_excluded and self._resources.rounds.hosts_store():
+                self._host_store()
             return outcome
         except StoreLost as error:
             return LauncherExit(1, f"the node that hosts the rendezvous does not answer: {error}")
@@ -82,6 +86,20 @@ class LauncherAgent(LocalElasticAgent):
                     rounds.meeting.leave(_LEAVE_TIMEOUT_S)
             elif self._is_ending:  # a spare need not wait until this node is silent
                 rounds.leave()
+
+    def _host_store(self) -> None:
+        """Wait until the job is over, or has no nodes any more, or a signal arrives: the others need the store."""
+        _log.warning("this node hosts the store of the rendezvous, so its launcher runs until the others have ended")
+        rounds, signals = self._resources.rounds, self._resources.signals
+        limit_s, deserted_s = _FIRST_NODES_S, 0.0
+        with contextlib.suppress(RendezvousError, DistNetworkError):
+            while deserted_s < limit_s and not rounds.is_closed():
+                wait_readable([signals.fd], _MEMBERSHIP_INTERVAL_S)
+                if signals.take() is not None:
+                    return
+                deserted_s += _MEMBERSHIP_INTERVAL_S
+                if not rounds.is_deserted():
+                    limit_s, deserted_s = self._resources.silence_s, 0.0
 
     # -- a cycle -------------------------------------------------------------------------------------------------------
 
@@ -103,7 +121,8 @@ class LauncherAgent(LocalElasticAgent):
         _log.warning("cycle %d is over: %s", self._cycle, end.reason)
         outcome = decide(self._resources, meeting, end, self._cycle, self._worker_group.spec.max_restarts)
         if outcome is None:
-            self._resources.gpu_memory.wait_free()
+            if not self._resources.admission.is_refused:
+                self._resources.gpu_memory.wait_free()
             self._cycle += 1
         return outcome
 
@@ -116,12 +135,11 @@ class LauncherAgent(LocalElasticAgent):
         while True:
             try:
                 with self._resources.signals.raising():
-                    self._rendezvous(group)
-                    assert rounds.meeting is not None
-                    least = max(self._cycle, rounds.least_cycle())
-                    self._cycle = rounds.meeting.agree_on_cycle(least, len(group.workers))
-                    rounds.record_cycle(self._cycle)
-                break
+                    reason = self._join()
+                if reason is None:
+                    break
+                rounds.leave()
+                return self._resources.admission.exit(reason)
             except (MeetingError, DistStoreError) as error:
                 _log.warning("joining the rendezvous again: %s", error)
             except Interrupted as interrupted:
@@ -138,6 +156,23 @@ class LauncherAgent(LocalElasticAgent):
             except (RendezvousError, DistNetworkError) as error:
                 raise StoreLost(_causes(error)) from error
         self._remaining_restarts = group.spec.max_restarts - self._cycle
+        return None
+
+    def _join(self) -> str | None:
+        """Join the next rendezvous if the checks of this node find nothing; return why it may not take part."""
+        rounds, admission, group = self._resources.rounds, self._resources.admission, self._worker_group
+        reason = admission.refusal(self._cycle)
+        if reason is not None:
+            return reason
+        self._rendezvous(group)
+        assert rounds.meeting is not None
+        if admission.look(self._cycle):  # a spare may have waited for days since it was checked
+            reason = admission.refuse()
+            rounds.meeting.ask_restart(f"a node that has joined is unfit: {reason}")
+            return reason
+        least = max(self._cycle, rounds.least_cycle())
+        self._cycle = rounds.meeting.agree_on_cycle(least, len(group.workers))
+        rounds.record_cycle(self._cycle)
         return None
 
     def _closed(self, earlier: Meeting | None) -> LauncherExit:
@@ -229,6 +264,8 @@ class LauncherAgent(LocalElasticAgent):
                     return CycleEnd("success", LauncherExit(0, self._success(), ends_job=True))
                 if meeting.has_words():
                     return self._told(meeting)
+                if (end := self._look_at_health(is_done)) is not None:
+                    return end
                 if self._survivors is not None:
                     end = self._survivors.watch_nodes(is_done)
                     if end is not None:
@@ -241,7 +278,22 @@ class LauncherAgent(LocalElasticAgent):
                 raise
 
     def _wait(self, timeout_s: float | None) -> None:
-        wait_readable([self._resources.signals.fd, *self._resources.monitors.fds, *self._workers.fds], timeout_s)
+        resources = self._resources
+        fds = [resources.signals.fd, resources.admission.fd, *resources.monitors.fds, *self._workers.fds]
+        wait_readable(fds, timeout_s)
+
+    def _look_at_health(self, is_done: bool) -> CycleEnd | None:
+        """Return the end of the cycle if this node has become unfit and a spare can take its place."""
+        admission = self._resources.admission
+        is_news = admission.look(self._cycle)
+        is_second = admission.report_others()
+        if admission.unfit is None or is_done or not (is_news or is_second):
+            return None
+        if self._cycle < self._worker_group.spec.max_restarts and self._resources.rounds.has_spare():
+            return CycleEnd(f"a node is unfit: {admission.refuse()}", is_ours=True)
+        if is_news:
+            _log.error("this node goes on until the next rendezvous: there is no spare node, or no restart is left")
+        return None
 
     def _look(self) -> CycleEnd | None:
         """Return how the workers of this node have ended, `is_ours` if the cycle has failed; None while they run."""
@@ -295,6 +347,7 @@ class LauncherAgent(LocalElasticAgent):
             if self._resources.signals.take() is not None:  # a second signal shortens the wait
                 deadline = min(deadline, time.monotonic() + options.workers_stop_timeout_s)
             self._resources.monitors.restart_ended()
+            self._resources.admission.look(self._cycle)
             end = self._look_alone()
         if is_done or (end is not None and not end.is_ours and self._failed() == failed_before):
             is_over = False
@@ -343,7 +396,14 @@ class LauncherAgent(LocalElasticAgent):
                 f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={self._resources.inbox.environment[FT_LAUNCHER_IPC_SOCKET_ENV_VAR]}"
             )
         self._resources.monitors.end_cycle()
-        reap_adopted({*workers.pids.values(), *self._resources.monitors.pids, *self._resources.preloaded.pids})
+        reap_adopted(
+            {
+                *workers.pids.values(),
+                *self._resources.monitors.pids,
+                *self._resources.preloaded.pids,
+                *self._resources.admission.pids,
+            }
+        )
 
 
 def _causes(error: BaseException) -> str:

@@ -54,6 +54,11 @@ class BoundedStore(Store):
         self._has_signal = has_signal
         self._lost = ""
 
+    @property
+    def port(self) -> int | None:
+        """The port of the store's host, as far as it has one."""
+        return getattr(self._inner, "port", None)
+
     def set(self, key: str, value: Any) -> None:
         """See `torch.distributed.Store`; so for all methods."""
         self._call("set", key, value)

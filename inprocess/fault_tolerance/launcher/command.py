@@ -22,12 +22,11 @@ from inprocess.fault_tolerance.launcher.agent import LauncherAgent
 from inprocess.fault_tolerance.launcher.bounded_store import BoundedStore, interruptible
 from inprocess.fault_tolerance.launcher.cycle import LauncherResources
 from inprocess.fault_tolerance.launcher.cycle_logs import CycleLogs
-
-
 from inprocess.fault_tolerance.launcher.dynamic_rounds import DynamicRounds, RoundRules, this_node
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, Interrupted, SignalInbox
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
+from inprocess.fault_tolerance.launcher.node_admission import NodeAdmission
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
 from inprocess.fault_tolerance.launcher.preloading import PreloadedWorkers
@@ -78,7 +77,6 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
         if prefix is not None:
             os.environ.setdefault("PYTHONUNBUFFERED", "1")  # or a worker that is killed has not printed its last lines
             logs = stack.enter_context(CycleLogs(prefix, config.nproc_per_node))
-
         preloaded = PreloadedWorkers(options.preload, config.nproc_per_node)
         stack.callback(preloaded.close)
         inbox = stack.enter_context(ControlInbox())
@@ -101,7 +99,9 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
             progress=TrainingProgressTracker.from_config(options.config),
             gpu_memory=GpuMemory(options.config),
             cycle_logs=logs,
+            admission=NodeAdmission(options.config, rounds, config.max_nodes - config.min_nodes),
         )
+        stack.callback(resources.admission.close)
         agent = LauncherAgent(
             _known(WorkerSpec, _spec(config, rounds, command, arguments)),
             resources,

@@ -11,6 +11,7 @@ from inprocess.fault_tolerance.launcher.cycle_logs import CycleLogs
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, SignalInbox
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
+from inprocess.fault_tolerance.launcher.node_admission import NodeAdmission
 from inprocess.fault_tolerance.launcher.options import LauncherOptions
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
 from inprocess.fault_tolerance.launcher.preloading import PreloadedWorkers
@@ -36,6 +37,7 @@ class LauncherResources:
     signals: SignalInbox
     progress: TrainingProgressTracker
     gpu_memory: GpuMemory
+    admission: NodeAdmission
     cycle_logs: CycleLogs | None = None
 
 
@@ -78,5 +80,7 @@ def decide(
     if request is not None:
         resources.rounds.leave()
         reason = f"a rank has asked to leave this node out: {request.description}"
-        return LauncherExit(0 if meeting.nodes > 1 else 1, reason)  # on the only node this is a failure of the job
+        if meeting.nodes == 1:
+            return LauncherExit(1, reason)  # on the only node this is a failure of the job
+        return LauncherExit(0, reason, is_excluded=True)
     return None

@@ -31,6 +31,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import psutil
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # by their documented names
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -148,6 +149,7 @@ class DynamicRounds(Rounds):
         self._workers_store: TCPStore | None = None
         self._revision = -1  # of the state
         self._state = RoundState()
+        self._all_silent = _SilentNodes(self._ask, rules.silence_s)
 
     @property
     def use_agent_store(self) -> bool:
@@ -193,6 +195,37 @@ class DynamicRounds(Rounds):
             _log.warning("the rendezvous cannot be closed: %s", error)
             return False
         return True
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        return self._read().is_closed
+
+    @property
+    def job_store(self) -> PrefixStore:
+        """See base class."""
+        return PrefixStore("job", self._store)
+
+    def has_spare(self) -> bool:
+        """See base class."""
+        state, rules = self._read(), self._rules
+        others = [node for node in state.members if node.key in state.running and node != self._node]
+        chosen = choose_nodes([*state.candidates, *others], state.members, state.trained, rules.nodes, rules.block)
+        return chosen is not None
+
+    def hosts_store(self) -> bool:
+        """See base class."""
+        port = self._bounded.port
+        if port is None:
+            return False
+        process: Any = psutil.Process()
+        ask = getattr(process, "net_connections", None) or process.connections  # its name before psutil 6
+        return any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in ask("tcp"))
+
+    def is_deserted(self) -> bool:
+        """See base class. Nodes that are silent count for nothing."""
+        state = self._read()
+        keys = [*state.running, *(node.key for node in state.candidates)]
+        return not keys or self._all_silent.look(keys).issuperset(keys)
 
     def least_cycle(self) -> int:
         """See base class."""

@@ -41,13 +41,15 @@ class MeetingError(Exception):
 class LauncherExit:
     """How a launcher ends: exit code, a reason for the log, and its workers' failures (torch's, by rank) if they count.
 
-    `ends_job`: no node goes on, so no node may join the rendezvous any more.
+    `ends_job`: no node goes on, so no node may join the rendezvous any more. `is_excluded`: the others go on without
+    this node.
     """
 
     code: int
     reason: str
     failures: Mapping[int, Any] = field(default_factory=dict)
     ends_job: bool = False
+    is_excluded: bool = False
 
 
 @dataclass(frozen=True)

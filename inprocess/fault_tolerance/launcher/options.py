@@ -13,6 +13,7 @@ from torch.distributed import run as torchrun
 
 from inprocess.fault_tolerance import config_cli
 from inprocess.fault_tolerance.config import FaultToleranceConfig
+from inprocess.fault_tolerance.launcher.node_admission import check_settings
 from inprocess.hardware import open_gpu
 from inprocess.settings import LAUNCHER_VARIABLES, RejoinPolicy
 
@@ -63,6 +64,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, LauncherOptio
         parser.error(config_cli.unrecognized(unknown))
     try:
         options = _options(args)
+        check_settings(options.config)
         _complete(args, parser.get_default("master_port"))
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(str(error))

@@ -48,7 +48,7 @@ class Rounds(RendezvousHandler):
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Return False; not used."""
+        """Whether the job is over; False where it is not known."""
         return False
 
     def set_closed(self) -> None:
@@ -71,6 +71,23 @@ class Rounds(RendezvousHandler):
 
     def record_cycle(self, cycle: int) -> None:
         """Record the number of the cycle that begins, on any of its nodes, for `least_cycle`."""
+
+    @property
+    def job_store(self) -> Any:
+        """The store of the rendezvous for what all rounds have in common; None if it is not known (yet)."""
+        return None
+
+    def has_spare(self) -> bool:
+        """Whether a node waits that could take the place of this one."""
+        return False
+
+    def hosts_store(self) -> bool:
+        """Whether this process hosts the store, so that the others end with it."""
+        return False
+
+    def is_deserted(self) -> bool:
+        """Whether no node is in the rendezvous or waits for it."""
+        return False
 
 
 class StaticRounds(Rounds):

@@ -75,6 +75,7 @@ def launch(job: dict[str, Any]) -> NoReturn:
             os.dup2(log, number)
         os.closerange(3, 1024)
         os.environ.update(job["env"])
+        sys.path[:0] = [place for place in job["env"].get("PYTHONPATH", "").split(":") if place not in sys.path]
         from inprocess.fault_tolerance.launcher import main as run
 
         code = run(job["argv"])

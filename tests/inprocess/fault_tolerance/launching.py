@@ -206,7 +206,7 @@ class LauncherServer:
 
     def close(self) -> None:
         self._end.close()
-        self._process.wait(30)
+        self._process.wait(30)  # a process with torch takes seconds to end on a busy machine
 
     def _read(self, timeout: float) -> bool:
         if not select.select([self._end], [], [], timeout)[0]:

@@ -1,7 +1,7 @@
 """Several launchers on one machine, each as if it were a node."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -11,9 +11,15 @@ from tests.support.selection import full_only
 
 
 def start_nodes(
-    job: Job, script: str, count: int, *options: str, nodes: str = "2", conf: str = "keep_alive_max_attempt=4"
+    job: Job,
+    script: str,
+    count: int,
+    *options: str,
+    nodes: str = "2",
+    conf: str = "keep_alive_max_attempt=4",
+    env: Sequence[Mapping[str, str]] = (),
 ) -> list[Launcher]:
-    """Launchers with a dynamic rendezvous. The first hosts its store."""
+    """Launchers with a dynamic rendezvous. The first hosts its store. `env` has more variables of each."""
     port = free_port()
     common = [
         "--rdzv-backend=c10d",
@@ -27,9 +33,9 @@ def start_nodes(
     found = []
     for number in range(count):
         host = "true" if number == 0 else "false"
-        env = {"TEST_NODE": str(number)}
+        variables = {"TEST_NODE": str(number), **(env[number] if env else {})}
         all_conf = f"is_host={host},keep_alive_interval=1,last_call_timeout=1,{conf}"
-        found.append(job.launch(script, *common, f"--rdzv-conf={all_conf}", env=env))
+        found.append(job.launch(script, *common, f"--rdzv-conf={all_conf}", env=variables))
     return found
 
 

@@ -2,6 +2,8 @@
 
 import ctypes
 import dataclasses
+import importlib.machinery
+import importlib.util
 import logging
 import os
 import signal
@@ -18,6 +20,7 @@ import pytest
 
 from inprocess.fault_tolerance import FaultToleranceConfig
 from inprocess.fault_tolerance.config import WITHOUT_EFFECT
+from inprocess.fault_tolerance.launcher.node_admission import check_settings
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses
@@ -135,13 +138,21 @@ EFFECTIVE = {
     "gpu_memory_tolerance_mb": ("7", 7.0),
     "gpu_memory_poll_interval": ("7", 7.0),
     "enable_nic_monitor": ("true", True),
+    "enable_nic_healthcheck": ("false", False),
+    "enable_gpu_healthcheck": ("false", False),
+    "enable_dist_storage_healthcheck": ("true", True),
+    "storage_healthcheck_path": ("/x,/y", "/x,/y"),
+    "storage_min_free_gb": ("7", 7.0),
+    "max_clock_error": ("0.5", 0.5),
+    "node_health_check_endpoint": ("unix:///x.sock", "unix:///x.sock"),
+    "node_health_check_command": ("check --all", "check --all"),
+    "node_health_check_timeout": ("7", 7.0),
+    "node_health_publish_dir": ("/x", "/x"),
+    "segment_health_check_dir": ("/x", "/x"),
 }
 # What is refused, and a word of the sentence that says what to do instead.
 REFUSED = {
     "numa_bind_strict": ("true", "--numa-binding"),
-    "enable_nic_healthcheck": ("true", "--ft-enable-nic-monitor"),
-    "enable_dist_storage_healthcheck": ("true", "a save that fails says so"),
-    "storage_healthcheck_path": ("/x", "a save that fails says so"),
     "pci_topo_file": ("/x", "leave it out"),
     "link_down_path_template": ("/x", "leave it out"),
     "link_state_path_template": ("/x", "leave it out"),
@@ -157,9 +168,6 @@ REFUSED = {
 
 # Options of newer and older launchers that are no settings here, and a word of what to do instead.
 ELSEWHERE = {
-    "node_health_check_endpoint": "prolog of the scheduler",
-    "segment_health_check_dir": "--nnodes=MIN:MAX",
-    "storage_health_check_path": "a save that fails says so",
     "nvrx_logfile": "redirect that",
     "enable_log_server": "--ft-per-cycle-applog-prefix=PATH",
     "log_server_port": "--ft-per-cycle-applog-prefix=PATH",
@@ -195,6 +203,8 @@ def test_every_setting_is_in_a_list() -> None:
 def test_options_that_have_an_effect(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INPROCESS_SEGMENT", "rack 7")
     text, value = EFFECTIVE[key]
+    if key == "node_health_check_endpoint" and importlib.util.find_spec("grpc") is None:
+        pytest.skip("grpcio is not installed")
     for name in (key, key.replace("_", "-")):
         assert getattr(options(f"--ft-{name}={text}").config, key) == value
 
@@ -287,14 +297,14 @@ def test_what_no_launcher_has_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:
-    found = options("--ft-enable-nic-healthcheck=false", "--ft-segment=null", "--ft-numa-bind-strict=no").config
-    assert (found.enable_nic_healthcheck, found.segment, found.numa_bind_strict) == (False, None, False)
+    found = options("--ft-cycle-info-dir=none", "--ft-segment=null", "--ft-numa-bind-strict=no").config
+    assert (found.cycle_info_dir, found.segment, found.numa_bind_strict) == (None, None, False)
 
 
 def test_settings_without_effect_in_a_file_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "ft.yaml"
     settings = {key: REFUSED[key][0] for key in WITHOUT_EFFECT if key != "numa_bind_strict"}
-    unknown = {"typo": 1, "segment_health_check_dir": "/x", "attrsvc_port": 1}
+    unknown = {"typo": 1, "per_cycle_applog_prefix": "/x", "attrsvc_port": 1}
     lines = [f"  {key}: {text}\n" for key, text in {**settings, "numa_bind_strict": "false", **unknown}.items()]
     file.write_text("fault_tolerance:\n  safety_factor: 2\n" + "".join(lines))
     for read in (lambda: options(f"--ft-cfg-path={file}").config, lambda: FaultToleranceConfig.from_yaml_file(file)):
@@ -305,7 +315,7 @@ def test_settings_without_effect_in_a_file_are_named(tmp_path: Path, caplog: pyt
         assert str(file) in said
         assert [key for key in settings if f"{key} (" not in said] == []
         assert "typo (unknown)" in said
-        assert "segment_health_check_dir (no decisions are read" in said
+        assert "per_cycle_applog_prefix (it is no setting of a file" in said
         assert "attrsvc_port (no service is asked" in said
         assert "numa_bind_strict" not in said, "it asks for nothing"
         assert "safety_factor" not in said
@@ -318,6 +328,49 @@ def test_a_file_with_effective_settings_is_no_news(tmp_path: Path, caplog: pytes
     )
     options(f"--ft-cfg-path={file}")
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--ft-node-health-check-endpoint=http://x", "unix:///PATH"),
+        ("--ft-storage-healthcheck-path=/x,y", "storage_healthcheck_path must be an absolute path, not 'y'"),
+        ("--ft-node-health-publish-dir=x", "node_health_publish_dir must be an absolute path"),
+        ("--ft-node-health-check-timeout=0", "node_health_check_timeout must be positive"),
+    ],
+)
+def test_node_checks_that_cannot_be_made(argv: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options(argv)
+    assert said in capsys.readouterr().err
+
+
+def test_a_health_service_needs_a_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        options("--ft-node-health-check-endpoint=/x.sock")
+    assert "needs the package grpcio (pip install grpcio)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spelling", ["--ft-storage-health-check-path", "--ft_storage_health_check_path"])
+def test_paths_of_storage_as_other_launchers_spell_them(spelling: str) -> None:
+    assert options(f"{spelling}=/x").config.storage_healthcheck_path == "/x"
+
+
+def test_without_settings_and_devices_no_process_checks_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pynvml" else find_spec(name))
+    monkeypatch.setattr(os.path, "isdir", lambda path: False)
+    assert check_settings(FaultToleranceConfig()) is None
+    assert check_settings(FaultToleranceConfig(node_health_check_interval=1, storage_min_free_gb=1)) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
+    found = check_settings(FaultToleranceConfig())
+    assert found is not None
+    assert found.checks_gpus
+    assert check_settings(FaultToleranceConfig(enable_gpu_healthcheck=False)) is None
+    found = check_settings(FaultToleranceConfig(storage_healthcheck_path="/x, /y", storage_min_free_gb=2))
+    assert found is not None
+    assert (found.storage_paths, found.min_free_bytes) == (("/x", "/y"), 2 * 10**9)
 
 
 def test_how_many_workers_must_be_left(capsys: pytest.CaptureFixture[str]) -> None:
