@@ -111,4 +111,5 @@ def lost_in_a_job(job: PacedJob, policy: ckpt.Pace, root: Path, faults: int, see
         )
         began = time.monotonic()
         steps = wrapper(train)()
+        assert steps is not None
         return 1 - steps * median(step_times) / (time.monotonic() - began)
