@@ -19,8 +19,8 @@
         bounded_store    the store, in operations that end although its host does not answer
 
 A cycle is a rendezvous and the workers after it, until all have ended with 0 or one has failed. Then everything of the
-cycle is ended on all nodes. The main thread does everything but the logs of cycles; it sleeps until a worker or monitor ends, or a signal
-arrives.
+cycle is ended on all nodes. The main thread does everything but the logs of cycles; it sleeps until a worker or monitor
+ends, or a signal arrives.
 """
 
 from __future__ import annotations
