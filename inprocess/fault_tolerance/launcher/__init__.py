@@ -7,7 +7,9 @@
         monitors         monitor processes, one per local rank: started before the first workers; they outlive workers,
                          and are started again when they die
         workers          worker processes, each in a session of its own: started, stopped, replaced
+          worker_causes  why they have ended
         preloading       workers that are started before they are needed; what they do is in `preloaded_worker`
+        cycle_logs       a file per cycle with the output of the workers
         orphans          processes and GPU memory that workers leave behind
         survivors        policy "in-process": workers that go on when others have failed
         open_calls       which workers are in a call of the wrapper, and have failed if they end
@@ -21,8 +23,8 @@
       bounded_store      the store, in operations that end although its host does not answer
 
 A cycle is a rendezvous and the workers after it, until all have ended with 0 or one has failed. Then everything of the
-cycle is ended on all nodes. The main thread does everything; it sleeps until a worker or monitor ends, or a signal
-arrives.
+cycle is ended on all nodes. The main thread does everything but the logs of cycles; it sleeps until a worker or monitor
+ends, or a signal arrives.
 """
 
 from __future__ import annotations

@@ -224,6 +224,7 @@ def gpu_in_domain(domain: bytes) -> types.ModuleType:
         return 0
 
     return types.SimpleNamespace(  # type: ignore[return-value]
+        __spec__=importlib.machinery.ModuleSpec("pynvml", None),
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetCount=lambda: 1,
