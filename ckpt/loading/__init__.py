@@ -5,6 +5,7 @@ restore_step   restore one step, in phases that all ranks pass together (`all_or
 index          the metadata of a step, checked for `consistency`
 options        what a restore takes: which names, under which other ones, converted or cut to fit
 match          pair the leaves of the state with what is stored; `optimizers` create their state before
+whole_tensors  find the tensors that are read as a whole, straight to their memory
 fetch          read boxes of tensors; through a `bounce_buffer` for GPUs
 state_update   assign values and have objects load, after a trial that can be undone
 new_tensors    whole tensors of a step as new torch tensors

@@ -13,7 +13,8 @@ from ckpt.errors import CheckpointCorruptError
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.planning.boxes import Box
-from ckpt.storage.chunk_reader import NO_WHOLE_READS, ArrayRead, ChunkReader, WholeReads
+from ckpt.storage.chunk_reader import ArrayRead, ChunkReader
+from ckpt.storage.direct_reads import NO_WHOLE_READS, WholeReads
 from ckpt.storage.dtypes import stored
 
 __all__ = ["Fetch", "BoxRead"]

@@ -14,7 +14,7 @@ from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.planning.boxes import Box
-from ckpt.storage.chunk_reader import WholeReads
+from ckpt.storage.direct_reads import WholeReads
 from ckpt.storage.dtypes import torch_dtype
 
 __all__ = ["read_into", "read_tensor", "read_tensors"]

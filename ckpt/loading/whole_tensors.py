@@ -15,7 +15,7 @@ import torch
 from ckpt.loading.match import Read
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.planning.state_dict import TensorLeaf
-from ckpt.storage.chunk_reader import WholeReads
+from ckpt.storage.direct_reads import WholeReads
 from ckpt.storage.pack_index import PackIndex, StoredArray
 
 __all__ = ["divided"]

@@ -26,14 +26,14 @@ from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import corrupt, verify_chunk
 from ckpt.storage.chunk_layout import indices
 from ckpt.storage.compressed_reads import read_compressed
-from ckpt.storage.direct_reads import Records, address_of, records_of_box
+from ckpt.storage.direct_reads import NO_WHOLE_READS, Records, WholeReads, address_of, records_of_box
 from ckpt.storage.files import storage_errors
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ChunkPlace, PackIndex, StoredArray
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import OpenFile, StepSource, step_source
 
-__all__ = ["ArrayRead", "NO_WHOLE_READS", "ChunkReader", "WholeReads"]
+__all__ = ["ArrayRead", "ChunkReader"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _Index = tuple[int, ...]
@@ -71,21 +71,6 @@ class ArrayRead:
             o < 0 or o + n > size for o, n, size in zip(self.offset, shape, meta.shape, strict=True)
         ):
             raise ValueError(f"{self.name}: box {self.offset} + {shape} is not inside {meta.shape}")
-
-
-@dataclass(frozen=True, eq=False)
-class WholeReads:
-    """A request to read all of some arrays, each of which `is_one_block`, to contiguous memory.
-
-    Most tensors of a model are such, and small. `numbers` are those of the arrays in the index, `addresses` where each
-    goes. The caller keeps the memory.
-    """
-
-    numbers: Array
-    addresses: Array
-
-
-NO_WHOLE_READS = WholeReads(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class ChunkReader:

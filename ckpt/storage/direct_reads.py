@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 from ckpt.native import SEGMENT
 from ckpt.storage.array_metadata import ArrayMeta
 
-__all__ = ["PIECE_BYTES", "Records", "address_of", "records_of_box"]
+__all__ = ["NO_WHOLE_READS", "PIECE_BYTES", "Records", "WholeReads", "address_of", "records_of_box"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,6 +28,21 @@ Records = np.ndarray[Any, np.dtype[np.int64]]
 
 PIECE_BYTES = 4 << 20
 """Records have at most so many bytes between their ends, in whole blocks, so that threads can share the work."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeReads:
+    """A request to read all of some arrays, each of which `is_one_block`, to contiguous memory.
+
+    Most tensors of a model are such, and small. `numbers` are those of the arrays in the index, `addresses` where each
+    goes. The caller keeps the memory.
+    """
+
+    numbers: Array
+    addresses: Array
+
+
+NO_WHOLE_READS = WholeReads(np.empty(0, np.int64), np.empty(0, np.int64))
 
 _Span = tuple[int, int, int]
 """Elements of a dimension: the first byte among the blocks, the first byte in the destination, and their number."""

@@ -21,8 +21,9 @@ from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import dtypes
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.chunk_codec import verify_chunk
-from ckpt.storage.chunk_reader import ArrayRead, ChunkReader, WholeReads
+from ckpt.storage.chunk_reader import ArrayRead, ChunkReader
 from ckpt.storage.compression import Compression
+from ckpt.storage.direct_reads import WholeReads
 from ckpt.storage.step_source import LocalStep, OpenFile
 from tests.ckpt.storage.chunks import CASES, Case, bits, boxes, elements
 from tests.ckpt.storage.packs import Pack, write_pack
