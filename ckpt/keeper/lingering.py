@@ -10,8 +10,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 
-from ckpt.keeper.kept_regions import keep_message
-from ckpt.keeper.messages import DropRegion, GiveUp, Linger, MemoryRecord, Settled
+from ckpt.keeper.messages import DropRegion, GiveUp, Linger, MemoryRecord, Settled, keep_message
 from ckpt.keeper.takeover import Job, KeeperAddress, Taken, take
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.shared_memory import SharedMemory

@@ -22,7 +22,7 @@ from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
-from ckpt.ranks.distributed import own_rank
+from ckpt.ranks.group import own_rank
 from ckpt.storage.dtypes import stored
 from ckpt.storage.interface import Root
 from ckpt.storage.options import StorageOptions

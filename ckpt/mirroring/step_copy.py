@@ -36,8 +36,7 @@ from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_source import StepSource
-from ckpt.validation.pack_files import PackChecks
-from ckpt.validation.step_files import PackFile
+from ckpt.validation.step_files import PackChecks, PackFile
 
 __all__ = ["PATIENCE_S", "StepCopy", "StoppedError", "Throttle"]
 
@@ -356,7 +355,7 @@ class StepCopy:
 
 
 class _InMemory:
-    """A file that was read as a whole; see `ckpt.validation.pack_files.Readable`."""
+    """A file that was read as a whole; see `ckpt.validation.step_files.Readable`."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

@@ -30,9 +30,8 @@ from ckpt.errors import (
 )
 from ckpt.keeper.forking import let_go_of_terminal
 from ckpt.keeper.messages import Notice
-from ckpt.mirroring.mirror_messages import CODEC, MIRROR, CopyEnded, Due, Report
 from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
-from ckpt.mirroring.wanted import Wanted
+from ckpt.mirroring.wanted import CODEC, MIRROR, CopyEnded, Due, Report, Wanted
 from ckpt.saving.recover import adopt
 from ckpt.saving.retention import Facts, Keep, Retention, retain
 from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document

@@ -13,11 +13,9 @@ import socket
 import threading
 import time
 
-from ckpt.replication.connection import BlockError, Connection
+from ckpt.replication.connection import BlockError, Connection, Limiter
 from ckpt.replication.held_replicas import ReplicaMemory
-from ckpt.replication.limiter import Limiter
-from ckpt.replication.replica import Address, Piece, TransportError
-from ckpt.replication.replica_messages import Answer, Held, List, PeerMessage, Read, StoreReplica
+from ckpt.replication.replica import Address, Answer, Held, List, PeerMessage, Piece, Read, StoreReplica, TransportError
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.threads import JoinableThread
 

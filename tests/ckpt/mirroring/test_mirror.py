@@ -20,8 +20,8 @@ import torch.distributed as dist
 import ckpt
 import inprocess
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from ckpt.mirroring.mirror_messages import CODEC, CopyEnded, Due, MirrorMessage
 from ckpt.mirroring.step_copy import StepCopy, Throttle
+from ckpt.mirroring.wanted import CODEC, CopyEnded, Due, MirrorMessage
 from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from ckpt.saving.recover import Branch
 from ckpt.storage.names import SaveId

@@ -16,11 +16,9 @@ from collections.abc import Callable
 import pytest
 
 from ckpt.replication import connection as connections
-from ckpt.replication.connection import Connection
+from ckpt.replication.connection import BLOCK_BYTES, Connection, Limiter
 from ckpt.replication.held_replicas import ReplicaMemory
-from ckpt.replication.limiter import BLOCK_BYTES, Limiter
-from ckpt.replication.replica import Address, Piece, Replica, TransportError
-from ckpt.replication.replica_messages import PEERS, PROTOCOL, StoreReplica
+from ckpt.replication.replica import PEERS, PROTOCOL, Address, Piece, Replica, StoreReplica, TransportError
 from ckpt.replication.tcp import TcpTransport
 from ckpt.replication.tcp_server import TcpServer
 from tests.ckpt.replication.support import (
