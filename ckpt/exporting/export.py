@@ -24,8 +24,8 @@ from ckpt.keeper.forking import let_go_of_terminal
 from ckpt.loading.lazy import open_step
 from ckpt.storage.directories import fsync_directory
 from ckpt.storage.interface import Root
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root, own_directory
+from ckpt.storage.stores.interface import StorageOptions
 
 __all__ = ["Exported", "export", "export_alone", "export_as"]
 

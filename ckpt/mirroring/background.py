@@ -31,7 +31,7 @@ from ckpt.saving.recover import Branch
 from ckpt.saving.retention import keep_policy
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
-from ckpt.storage.options import StorageOptions
+from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.packets import Packet

@@ -25,7 +25,7 @@ from ckpt.loading.consistency import read_index
 from ckpt.loading.index import CheckpointIndex, items, sizes
 from ckpt.native import crc32c
 from ckpt.storage.chunk_codec import READ_BYTES
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, is_recorded, well_formed
+from ckpt.storage.documents import INTENT, MAX_DOCUMENT_BYTES, decode_document, is_recorded, well_formed
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import INDEX, MANIFEST, NODES, REFERENCES, pack_file, parse_save_name, part_name
@@ -34,7 +34,6 @@ from ckpt.storage.node_packs import NodeLocalStep
 from ckpt.storage.outcomes import Abandoned, Published
 from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
-from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_source import StepSource
 from ckpt.validation.step_files import PackChecks, PackFile
 

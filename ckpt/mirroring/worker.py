@@ -34,16 +34,15 @@ from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
 from ckpt.mirroring.wanted import CODEC, MIRROR, CopyEnded, Due, Report, Wanted
 from ckpt.saving.recover import adopt
 from ckpt.saving.retention import Facts, Keep, Retention, retain
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
+from ckpt.storage.documents import INTENT, MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.leases import Lease
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.roots import open_root
-from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_source import HeldStep
+from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.packets import receive, send
 from inprocess.ipc.process import Process
 

@@ -23,12 +23,11 @@ from ckpt.loading.index import CheckpointIndex
 from ckpt.storage.chunk_codec import READ_BYTES
 from ckpt.storage.documents import ILL_FORMED
 from ckpt.storage.names import INDEX, MANIFEST, NODES, pack_file
-from ckpt.storage.ocdbt import FRAME_HEAD_BYTES, FRAME_TAIL_BYTES, database, head_of
+from ckpt.storage.ocdbt import FRAME_HEAD_BYTES, FRAME_TAIL_BYTES, database, decompressed, head_of
 from ckpt.storage.regions import Numbers
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import StepSource, step_source
 from ckpt.storage.zarr_entries import Hierarchy
-from ckpt.storage.zstd_frames import decompressed
 from ckpt.validation.step_files import PackChecks, PackFile, Problem, StepFiles, read_document, read_step_files
 
 __all__ = ["Report", "compressed_places", "database_problem", "validate"]

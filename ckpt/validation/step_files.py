@@ -22,6 +22,7 @@ from ckpt.native import crc32c
 from ckpt.planning.boxes import unravel_index
 from ckpt.storage.chunk_codec import check_chunk
 from ckpt.storage.documents import (
+    FORMAT_VERSION,
     ILL_FORMED,
     MAX_DOCUMENT_BYTES,
     canonical_json,
@@ -33,7 +34,6 @@ from ckpt.storage.files import storage_errors
 from ckpt.storage.names import INDEX, MANIFEST, NODES, REFERENCES, pack_file, part_name
 from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.regular_files import DamagedFileError
-from ckpt.storage.root import FORMAT_VERSION
 from ckpt.storage.step_source import StepSource, step_source
 
 __all__ = ["PackChecks", "PackFile", "Problem", "Readable", "StepFiles", "read_document", "read_step_files"]

@@ -6,9 +6,8 @@ import functools
 import os
 
 from ckpt.errors import StorageError
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.stores.directory import DirectoryStore
-from ckpt.storage.stores.interface import Store
+from ckpt.storage.stores.interface import StorageOptions, Store
 from ckpt.storage.stores.memory import MemoryStore
 
 __all__ = ["open_store"]

@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ckpt.errors import StorageError
-from ckpt.storage.options import StorageOptions
-from ckpt.storage.stores.interface import About, Store, StoreClock, is_key
+from ckpt.storage.stores.interface import About, StorageOptions, Store, StoreClock, is_key
 
 __all__ = ["SftpStore", "open_sftp"]
 

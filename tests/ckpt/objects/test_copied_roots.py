@@ -17,9 +17,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
-from ckpt.storage.stores.interface import Store
+from ckpt.storage.stores.interface import StorageOptions, Store
 from ckpt.storage.stores.opening import open_store
 from tests.support.object_server import Bucket
 from tests.support.selection import FULL

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.options import StorageOptions
-from ckpt.storage.stores.interface import Store
+from ckpt.storage.stores.interface import StorageOptions, Store
 from ckpt.storage.stores.opening import open_store
 from tests.ckpt.crash.killers import wait_until
 from tests.support import launch_ranks, run_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.options import StorageOptions
+from ckpt.storage.stores.interface import StorageOptions
 from ckpt.storage.stores.opening import open_store
 from tests.support import run_ranks
 from tests.support.object_server import Bucket, S3Server, bucket_of

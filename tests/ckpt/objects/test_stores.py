@@ -17,10 +17,9 @@ import torch
 import ckpt
 from ckpt.errors import StorageError
 from ckpt.storage import files, stores
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.stores import sftp
 from ckpt.storage.stores.directory import DirectoryStore
-from ckpt.storage.stores.interface import Store, StoreClock, check_create, is_denied
+from ckpt.storage.stores.interface import StorageOptions, Store, StoreClock, check_create, is_denied
 from ckpt.storage.stores.memory import MemoryStore
 from ckpt.storage.stores.opening import open_store
 from tests.support.selection import FULL
