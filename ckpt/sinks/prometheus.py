@@ -31,8 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt.events import Event, EventsDropped, from_document, to_document
-from ckpt.sinks.metrics import METRICS, Metric, RankCounts, Sample
-from ckpt.sinks.optional import optional
+from ckpt.sinks.metrics import METRICS, Metric, RankCounts, Sample, optional
 from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["Leadership", "Metrics", "NodeSocket", "Prometheus", "private_directory"]

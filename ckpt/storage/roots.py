@@ -19,8 +19,8 @@ from ckpt.storage.documents import step_around
 from ckpt.storage.files import exists
 from ckpt.storage.interface import Root
 from ckpt.storage.root import CheckpointRoot
+from ckpt.storage.stores import open_store
 from ckpt.storage.stores.interface import StorageOptions
-from ckpt.storage.stores.opening import open_store
 
 __all__ = [
     "absolute",

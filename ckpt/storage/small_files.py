@@ -10,8 +10,8 @@ from ckpt.errors import StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.files import storage_errors
 from ckpt.storage.roots import absolute, is_object_url
+from ckpt.storage.stores import open_store
 from ckpt.storage.stores.interface import StorageOptions, Store
-from ckpt.storage.stores.opening import open_store
 
 __all__ = ["SmallFiles"]
 

@@ -34,8 +34,8 @@ from ckpt.storage.step_source import HeldStep
 from ckpt.storage.store_owner import StoreOwnership
 from ckpt.storage.store_save import StoreSave
 from ckpt.storage.store_step import StoreStep, hold_objects, readers, remove_stale_readers
+from ckpt.storage.stores import open_store
 from ckpt.storage.stores.interface import StorageOptions, Store
-from ckpt.storage.stores.opening import open_store
 
 __all__ = ["StoreRoot", "store_root"]
 

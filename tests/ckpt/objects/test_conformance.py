@@ -25,8 +25,8 @@ from ckpt.storage.records import Records
 from ckpt.storage.roots import open_root
 from ckpt.storage.step_source import HeldStep
 from ckpt.storage.store_root import StoreRoot
+from ckpt.storage.stores import open_store
 from ckpt.storage.stores.interface import StorageOptions
-from ckpt.storage.stores.opening import open_store
 from inprocess.ipc.process import Process
 from tests.support.object_server import Bucket, slow_down
 from tests.support.selection import FULL
