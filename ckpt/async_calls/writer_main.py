@@ -71,8 +71,6 @@ class Run:
 class Ready:
     """The writer has started, and reads its socket."""
 
-    pid: int
-
 
 Message = KeepRegion | DropRegion | Run | Ready | Notice | Finished
 MessageChannel = Channel[Message]
@@ -221,7 +219,7 @@ class _WriterLoop:
 
     def run(self) -> None:
         """Run calls until the trainer closes its end, or dies, and everything it had sent is done."""
-        self._channel.send(Ready(os.getpid()))
+        self._channel.send(Ready())
         while (packet := self._next()) is not None:
             match packet.message, packet.fds:
                 case Run(index), (fd,):

@@ -91,10 +91,6 @@ class _BytesItem(_Dataclass):
     __slots__ = ()
 
 
-class _Properties(_Dataclass):
-    __slots__ = ()
-
-
 class _Index(_Dataclass):
     """A key of the table of storage locations: a name and, for chunks, an offset."""
 
@@ -132,8 +128,8 @@ _KNOWN = MappingProxyType(
         (_METADATA, "ChunkStorageMetadata"): _Dataclass,
         (_METADATA, "MetadataIndex"): _Index,
         (_METADATA, "StorageMeta"): _Dataclass,
-        (_METADATA, "TensorProperties"): _Properties,
-        (_SHARDED, "TensorProperties"): _Properties,
+        (_METADATA, "TensorProperties"): _Dataclass,
+        (_SHARDED, "TensorProperties"): _Dataclass,
         (_METADATA, "_MEM_FORMAT_ENCODING"): Function(_nothing),
         (_SHARDED, "MEM_FORMAT_ENCODING"): Function(_nothing),
         (_FILES, "_StorageInfo"): _Dataclass,

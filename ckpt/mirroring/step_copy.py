@@ -148,11 +148,6 @@ class StepCopy:
         """Whether the copy has begun, and is not decided, so that others may `copy_share`."""
         return self._pending.has_begun()
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether the copy has ended."""
-        return self._pending.outcome() is not None
-
     def copy_share(self, rank: int) -> None:
         """Copy the files of one rank, for a copy that has begun. Raises as the class says.
 
