@@ -52,16 +52,7 @@ class StepLeaf:
     @property
     def label(self) -> str:
         """The name that `inspect_ckpt show` lists."""
-        return display(self.path) + self._suffix
-
-    @property
-    def dotted(self) -> str:
-        """The keys joined by dots, as other formats name leaves."""
-        return dotted(self.path) + self._suffix
-
-    @property
-    def _suffix(self) -> str:
-        return "" if self.rank is None else f"@rank{self.rank}"
+        return display(self.path) + ("" if self.rank is None else f"@rank{self.rank}")
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ either    ─── StoreReplica ───────────────�
           ◀── Answer ─────────────────────────────
           ─── all blocks of the replica ─────────▶
           ◀── Answer ─────────────────────────────
-or        ─── List ──────────────────────────────▶
-          ◀── Held for each replica, Answer ──────
 or, any   ─── Read ──────────────────────────────▶
 number    ◀── Answer, and all blocks ─────────────
 
@@ -145,9 +143,12 @@ class Answer:
     error: str = ""
 
 
+# -- of trainers -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Held:
-    """The sender has this replica complete. Where memory can be sent with it, the receiver may read it there.
+    """The sender has this replica complete, and the receiver may read it in the memory that is sent with this.
 
     `number` is that of the request: this one, or the `List` that it answers.
     """
@@ -161,9 +162,6 @@ class List:
     """List the complete replicas that are held for others."""
 
     number: int
-
-
-# -- of trainers -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -228,5 +226,5 @@ class Read:
     nbytes: int
 
 
-PeerMessage = Answer | Held | List | StoreReplica | Read
+PeerMessage = Answer | StoreReplica | Read
 PEERS: Codec[PeerMessage] = Codec(*get_args(PeerMessage))

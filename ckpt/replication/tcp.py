@@ -16,8 +16,6 @@ from ckpt.replication.held_replicas import ReplicaMemory
 from ckpt.replication.replica import (
     Address,
     Answer,
-    Held,
-    List,
     PeerMessage,
     Piece,
     Read,
@@ -103,17 +101,6 @@ class RemoteHolder:
         self._address = address
         self._connection = connection
         self._numbers = itertools.count(_FIRST)  # of requests
-
-    def replicas(self) -> list[Replica]:
-        """Return the complete replicas of the holder. TransportError."""
-        found = []
-        with _failures_of(self._address):
-            number = next(self._numbers)
-            self._connection.send(List(number))
-            while isinstance(message := self._connection.receive(), Held) and message.number == number:
-                found.append(message.replica)
-            _check(message, number)
-        return found
 
     def read_into(self, replica: Replica, offset: int, memory: memoryview) -> None:
         """Fill `memory` with bytes of a replica, from `offset` on, verified on arrival. TransportError."""

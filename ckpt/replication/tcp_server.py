@@ -15,7 +15,7 @@ import time
 
 from ckpt.replication.connection import BlockError, Connection, Limiter
 from ckpt.replication.held_replicas import ReplicaMemory
-from ckpt.replication.replica import Address, Answer, Held, List, PeerMessage, Piece, Read, StoreReplica, TransportError
+from ckpt.replication.replica import Address, Answer, PeerMessage, Piece, Read, StoreReplica, TransportError
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.threads import JoinableThread
 
@@ -161,10 +161,6 @@ class TcpServer:
         match message:
             case StoreReplica():
                 self._store(connection, message)
-            case List(number):
-                for replica in self._memory.replicas():
-                    connection.send(Held(number, replica))
-                connection.send(Answer(number))
             case Read():
                 self._read(connection, message)
             case _:
