@@ -63,15 +63,14 @@ class LingeringMemory:
 
     def close(self) -> None:
         """Give up the memory. The keeper does it at once, and is not waited for. Idempotent."""
-        if self._end():
+        if self.leave():
             self._keeper.tell(GiveUp())  # also if an interrupt has left it unknown what that was told
 
-    def leave(self) -> None:
-        """Leave the memory to the next processes, as soon as `Keeper.release` is called. Idempotent; the last call."""
-        self._end()
+    def leave(self) -> bool:
+        """Leave the memory to the next processes, as soon as `Keeper.release` is called. Idempotent; the last call.
 
-    def _end(self) -> bool:
-        """Tell nothing any more; return whether this is the first call."""
+        Nothing is told any more. Returns whether this is the first call.
+        """
         with self._lock:
             was_closed, self._closed = self._closed, True
             self._keeper.pump()

@@ -79,7 +79,9 @@ class SftpStore(Store):
         def create(sftp: Any) -> About | None:
             def link(temporary: str) -> bool:
                 try:
-                    sftp._request(_EXTENDED, "hardlink@openssh.com", _encoded(temporary), _encoded(self._file(key)))
+                    sftp._request(
+                        _EXTENDED, "hardlink@openssh.com", os.fsencode(temporary), os.fsencode(self._file(key))
+                    )
                 except FileNotFoundError:
                     raise
                 except OSError:  # a failure without a number; that the name exists, most times
@@ -377,7 +379,3 @@ def _make_folders(sftp: Any, path: str) -> None:
 
 def _about(key: str, status: Any) -> About:
     return About(key, status.st_size, float(status.st_mtime), f"{status.st_size:x}-{status.st_mtime:x}")
-
-
-def _encoded(path: str) -> bytes:
-    return os.fsencode(path)
