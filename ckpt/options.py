@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ckpt.arguments import check_choice, check_flag, check_number, duration, in_seconds, whole_number
 from ckpt.pace import Pace, pace_of
 from ckpt.planning.chunk_grid import GridOptions
-from ckpt.replication.limiter import MIN_BANDWIDTH
+from ckpt.replication.connection import MIN_BANDWIDTH
 from ckpt.storage.compression import MAX_FRAME_BYTES, Compression
 from ckpt.storage.names import DATABASE_CHUNKS
 

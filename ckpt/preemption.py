@@ -30,7 +30,7 @@ from ckpt.arguments import duration
 from ckpt.errors import CheckpointError
 from ckpt.events import Stopped
 from ckpt.observing import emit
-from ckpt.ranks.distributed import torch_distributed
+from ckpt.ranks.group import torch_distributed
 from ckpt.ranks.stop import Outcome, StopAgreement, StopRequest
 from ckpt.signal_pipe import SignalPipe, signal_name
 from inprocess.ipc.threads import JoinableThread

@@ -19,12 +19,11 @@ from inprocess.ipc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ckpt.async_calls.call import CallTimer, RecoverableCall
-    from ckpt.async_calls.caller import DistributedAsyncCaller
     from ckpt.async_calls.compatible import abort_nvrx_checkpoint
-    from ckpt.async_calls.context import WriterContext, current
-    from ckpt.async_calls.queue import AsyncCallsQueue
+    from ckpt.async_calls.queue import AsyncCallsQueue, DistributedAsyncCaller
     from ckpt.async_calls.request import AsyncRequest
-    from ckpt.async_calls.writer_config import WriterConfig
+    from ckpt.async_calls.writer import WriterConfig
+    from ckpt.async_calls.writer_main import WriterContext, current
 
 __all__ = [
     "AsyncCallsQueue",
@@ -41,13 +40,13 @@ __all__ = [
 _LAZY = {
     "CallTimer": ".call",
     "RecoverableCall": ".call",
-    "DistributedAsyncCaller": ".caller",
+    "DistributedAsyncCaller": ".queue",
     "abort_nvrx_checkpoint": ".compatible",
-    "WriterContext": ".context",
-    "current": ".context",
+    "WriterContext": ".writer_main",
+    "current": ".writer_main",
     "AsyncCallsQueue": ".queue",
     "AsyncRequest": ".request",
-    "WriterConfig": ".writer_config",
+    "WriterConfig": ".writer",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _LAZY)

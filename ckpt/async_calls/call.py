@@ -26,11 +26,11 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import cloudpickle
 
-from ckpt.async_calls.failures import failed_elsewhere
 from ckpt.async_calls.request import Request, as_request, run_all, work_of
+from ckpt.async_calls.settled import failed_elsewhere
 from ckpt.errors import CheckpointError, WriterError
-from ckpt.ranks.distributed import own_rank
 from ckpt.ranks.failure import Failure
+from ckpt.ranks.group import own_rank
 from inprocess.ipc.interpreter import import_path
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.uncopied import Uncopied

@@ -15,26 +15,27 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from ckpt.async_calls.compatible import WarmupPersistentCaller, remember
-from ckpt.async_calls.failures import failed_elsewhere, not_closed, not_done, raised, with_note
-from ckpt.async_calls.request import Request
+from ckpt.async_calls.request import AsyncRequest, Request
 from ckpt.async_calls.runner import NO_CALL, CallRunner
-from ckpt.async_calls.settled import SettledCalls
-from ckpt.async_calls.writer_config import WriterConfig, with_priorities
+from ckpt.async_calls.settled import SettledCalls, failed_elsewhere, not_closed, not_done, raised, with_note
+from ckpt.async_calls.writer import WriterConfig, with_priorities
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.ranks.collectives import Ranks
-from ckpt.ranks.distributed import own_rank
+from ckpt.ranks.group import own_rank
 from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["AsyncCallsQueue"]
+__all__ = ["AsyncCallsQueue", "DistributedAsyncCaller"]
+
 
 _log = logging.getLogger("ckpt")
 _ENDING_S = 10.0  # of the time for `close`, at most a quarter of it: to end processes, after the wait for calls
@@ -386,3 +387,38 @@ class AsyncCallsQueue(CallRunner):
         if not self._pending or not isinstance(failure, CheckpointTimeoutError):
             return failure
         return not_closed(self._pending[0].index, self._next_index - 1, ending.timeout_s)
+
+
+class DistributedAsyncCaller(Uncopied):
+    """Runs one function at a time in a background process. For one thread of the trainer."""
+
+    def __init__(
+        self, config: WriterConfig | None = None, process_group: ProcessGroup | None = None, timeout_s: float = 1800.0
+    ) -> None:
+        self._queue = AsyncCallsQueue(config=config, process_group=process_group, timeout_s=timeout_s)
+
+    def schedule_async_call(
+        self,
+        async_fn: Callable[..., Any] | None,
+        save_args: Sequence[Any],
+        save_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Start the call in the background. Raises RuntimeError while the previous one is not known to be done."""
+        if self._queue.get_num_unfinalized_calls():
+            raise RuntimeError(
+                "the previous call is still running; wait with is_current_async_call_done(blocking=True)"
+            )
+        self._queue.schedule_async_request(AsyncRequest(async_fn, save_args, [], save_kwargs))
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Return whether no call is running on any rank; all ranks must call this. With `no_dist` only on this one.
+
+        Raises a CheckpointError when the call failed (once; the next call gets a new writer if need be),
+        CheckpointTimeoutError as `AsyncCallsQueue.maybe_finalize_async_calls` does.
+        """
+        self._queue.maybe_finalize_async_calls(blocking, no_dist)
+        return self._queue.get_num_unfinalized_calls() == 0
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for the call, or kill it with `abort`, and end the process. Idempotent."""
+        self._queue.close(abort)

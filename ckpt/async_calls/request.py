@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from ckpt.async_calls.failures import failed_elsewhere
-from ckpt.async_calls.settled import exchange_failures
+from ckpt.async_calls.settled import exchange_failures, failed_elsewhere
 from ckpt.ranks.collectives import Ranks
-from ckpt.ranks.distributed import own_rank
 from ckpt.ranks.failure import Failure
+from ckpt.ranks.group import own_rank
 
 __all__ = ["AsyncRequest", "Request", "Work", "as_request", "run_all", "work_of"]
 

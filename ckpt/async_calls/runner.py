@@ -15,12 +15,11 @@ from typing import Any
 
 from ckpt.async_calls.call import Call
 from ckpt.async_calls.request import Request
-from ckpt.async_calls.writer import CallOutcome, WriterPool, WriterProcess, wait_for_any
-from ckpt.async_calls.writer_config import WriterConfig
+from ckpt.async_calls.writer import CallOutcome, WriterConfig, WriterPool, WriterProcess, wait_for_any
 from ckpt.errors import WriterError
 from ckpt.keeper.messages import Notice
 from ckpt.keeper.trainer_side import Keeper
-from ckpt.ranks.distributed import own_rank
+from ckpt.ranks.group import own_rank
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
 from inprocess.ipc.interpreter import interpreter

@@ -1,11 +1,16 @@
-"""The agreement of ranks on their background calls: which are settled on all of them, and why one failed."""
+"""The agreement of ranks on their background calls: which are settled on all of them, why one failed; errors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ckpt.errors import CheckpointError, CheckpointTimeoutError, WriterError
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.failure import Failure
+from ckpt.ranks.group import own_rank
 
-__all__ = ["SettledCalls", "exchange_failures"]
+__all__ = ["SettledCalls", "exchange_failures", "failed_elsewhere", "not_closed", "not_done", "raised", "with_note"]
 
 
 class SettledCalls:
@@ -58,3 +63,47 @@ def exchange_failures(failure: Failure | None, ranks: Ranks) -> list[Failure]:
     ranks.doing = "a background call, which some of them may have failed"
     told = ranks.outcomes(b"" if failure is None else failure)
     return [each for each in told if isinstance(each, Failure)]
+
+
+# -- errors of calls ---------------------------------------------------------------------------------------------------
+
+
+_Error = TypeVar("_Error", bound=Exception)
+
+
+def failed_elsewhere(what: str, failures: Sequence[Failure]) -> CheckpointError:
+    """Return the error of a call that failed on these ranks, for one on which it did not."""
+    ranks, first = [failure.rank for failure in failures], failures[0]
+    others = f" (of ranks {ranks})" if len(ranks) > 1 else ""
+    return first.error(f"{what} failed on rank {first.rank}{others}: {first.text}", WriterError)
+
+
+def not_done(first: int, last: int, timeout_s: float) -> CheckpointTimeoutError:
+    """Return the error for calls that stay queued."""
+    return CheckpointTimeoutError(
+        f"background calls {first} to {last} are not done after {timeout_s:g} s, here or on another rank. They stay "
+        "queued; wait again, or give them up with close(abort=True)",
+        rank=own_rank(),
+    )
+
+
+def not_closed(first: int, last: int, timeout_s: float) -> CheckpointTimeoutError:
+    """Return the error for calls that are given up because their queue is closed."""
+    return CheckpointTimeoutError(
+        f"background calls {first} to {last} are not done after {timeout_s:g} s, the time for closing their queue: "
+        "they are given up, and their writers killed. Storage or a writer does not answer, or needs longer: then raise "
+        "the timeout",
+        rank=own_rank(),
+    )
+
+
+def with_note(error: _Error, finalize_error: Exception | None) -> _Error:
+    """Add to an error that a finalize function has failed, too."""
+    if finalize_error is not None:
+        error.add_note(f"besides, a finalize function of an earlier call raised {finalize_error!r}")
+    return error
+
+
+def raised(error: Exception) -> None:
+    """Raise an error: every failure of a call counts."""
+    raise error

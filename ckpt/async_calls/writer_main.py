@@ -10,6 +10,13 @@ One thread, one call at a time, in the order sent. The end of the socket means t
 writer, or dead: what is already in the socket is still run, then the process exits. An exception of a function is an
 answer, never the end of the loop. Nothing the loop sends can block it: a trainer that is busy for an hour finds all
 answers waiting.
+
+    trainer --- KeepRegion + memfd, DropRegion, Run + memfd ----▶ writer
+    trainer ◀-- Ready, Notice, Finished ------------------------- writer
+
+Each message is one packet (see `inprocess.ipc.packets`) with at most one file descriptor. Nothing in it is pickled: the
+pickled call lies in the memfd that is sent with `Run`, so a packet stays small whatever the arguments are. Calls refer
+to the regions of shared memory that were sent before.
 """
 
 from __future__ import annotations
@@ -19,32 +26,139 @@ import gc
 import os
 import select
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
 
 from ckpt.async_calls.call import unpickled
-from ckpt.async_calls.context import WriterContext
-from ckpt.async_calls.messages import (
-    CODEC,
-    Message,
-    MessageChannel,
-    Ready,
-    Run,
-)
 from ckpt.async_calls.request import Work
-from ckpt.keeper.kept_regions import Regions
-from ckpt.keeper.messages import Finished, Notice
+from ckpt.keeper.messages import DropRegion, Finished, KeepRegion, Notice, Regions
 from ckpt.ranks.failure import clip
-from inprocess.ipc.packets import Packet
+from inprocess.ipc.packets import Channel, Codec, Packet
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["CONTROL_PAGE", "ControlPage", "failed", "run"]
+__all__ = [
+    "CODEC",
+    "CONTROL_PAGE",
+    "ControlPage",
+    "Message",
+    "MessageChannel",
+    "Ready",
+    "Run",
+    "WriterContext",
+    "current",
+    "failed",
+    "run",
+]
 
 CONTROL_PAGE = "control"  # region id of the page that `ControlPage` describes; attached before anything else
 _MAX_ERROR_BYTES = 4 << 10
 _MAX_TRACEBACK_BYTES = 32 << 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run the call that is pickled in the memfd sent with this."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The writer has started, and reads its socket."""
+
+
+Message = KeepRegion | DropRegion | Run | Ready | Notice | Finished
+MessageChannel = Channel[Message]
+CODEC: Codec[Message] = Codec(*get_args(Message))
+
+
+# -- what a function knows of its call ---------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
+_CURRENT: ContextVar[WriterContext | None] = ContextVar("ckpt_writer_context", default=None)
+
+
+def current() -> WriterContext | None:
+    """Return the context of the call that this thread runs; None in the trainer (`AsyncRequest.execute_sync`).
+
+    A function that starts threads must pass the context to them.
+    """
+    return _CURRENT.get()
+
+
+class WriterContext:
+    """The context of one call in a writer process. For any of its threads; has no effect once the call is over."""
+
+    def __init__(
+        self,
+        index: int,
+        advance: Callable[[], None],
+        report: Callable[[dict[str, Any]], None],
+        trainer_left: Callable[[], bool],
+        kept: dict[Hashable, Any],
+        nudges: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.index = index
+        self._advance = advance
+        self._report = report
+        self._trainer_left = trainer_left
+        self._kept = kept
+        self._nudges = nudges
+        self._lock = threading.Lock()
+        self._over = False
+
+    def trainer_left(self) -> bool:
+        """Whether the trainer has closed the connection: it is dead, or dropped its queue without waiting for calls.
+
+        A function that waits for other processes should then do so for a short time only.
+        """
+        return self._trainer_left()
+
+    def keep(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Return the object for `key`, made by `make` at first use and kept as long as this process lives.
+
+        If it has a method `close`, that is called when the trainer is done with this writer and all calls have run.
+        """
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: _T = self._kept[key]
+        return kept
+
+    def nudges(self) -> int:
+        """Return a counter that the trainer advances to say: look now at what you wait for. One load from memory."""
+        return self._nudges()
+
+    def progress(self) -> None:
+        """Show that the call makes progress, by one store to shared memory. See `WriterConfig.writer_timeout_s`."""
+        self._advance()
+
+    def report(self, event: dict[str, Any]) -> None:
+        """Send a small dict of JSON values to the trainer, in order; the trainer calls `on_event` with it.
+
+        Never waits for the trainer. ValueError if `event` is not JSON, or larger than about 100 KB.
+        """
+        with self._lock:
+            if not self._over:
+                self._report(event)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this the current context while the function runs."""
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+            with self._lock:
+                self._over = True
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
 
 
 class ControlPage:
@@ -105,7 +219,7 @@ class _WriterLoop:
 
     def run(self) -> None:
         """Run calls until the trainer closes its end, or dies, and everything it had sent is done."""
-        self._channel.send(Ready(os.getpid()))
+        self._channel.send(Ready())
         while (packet := self._next()) is not None:
             match packet.message, packet.fds:
                 case Run(index), (fd,):

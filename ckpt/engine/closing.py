@@ -12,7 +12,7 @@ from types import TracebackType
 from ckpt.engine.parts import Parts
 from ckpt.errors import CheckpointError, CheckpointTimeoutError, StorageError
 from ckpt.observing import ObservedWork, is_failing
-from ckpt.storage.removal import remove_contents
+from ckpt.storage.directories import remove_contents
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
 from inprocess.ipc.threads import finishes_within

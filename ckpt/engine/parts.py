@@ -31,8 +31,8 @@ from ckpt.staging.neighbors import node
 from ckpt.storage.compression import FRAME_BYTES, Compression
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import local_path, own_directory, own_root
+from ckpt.storage.stores.interface import StorageOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

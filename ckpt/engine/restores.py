@@ -27,7 +27,7 @@ from ckpt.saving.recover import Branch, recover_for_restore
 from ckpt.saving.scheduled import wait_for_program, wait_for_step
 from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
-from ckpt.storage.seen_roots import note_seen
+from ckpt.storage.roots import note_seen
 from inprocess.ipc.reported_step import report_step
 from inprocess.ipc.restart_index import current_restart_index
 

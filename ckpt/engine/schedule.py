@@ -33,8 +33,7 @@ from ckpt.events import PaceChanged
 from ckpt.observing import emit, is_observed
 from ckpt.pace import Measured, Pace
 from ckpt.ranks.collectives import Ranks
-from ckpt.ranks.late import LateRanks
-from ckpt.ranks.rounds import value_of
+from ckpt.ranks.rounds import LateRanks, value_of
 from ckpt.saving.task import COORDINATOR
 from inprocess.ipc.restart_index import current_restart_index
 

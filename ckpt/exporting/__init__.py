@@ -2,6 +2,6 @@
 
     step -> selection: names, dtypes, blocks -> writers, with ckpt.formats -> new files, all at once
 
-`options` says what is exported and how, `export` does it, `background` has writer processes do it (`worker`) for a
-`Checkpointer`, and `hf_config` makes the files that a Hugging Face model has besides its tensors.
+`options` says what is exported and how, `export` does it, `background` has writer processes do it for a
+`Checkpointer`.
 """

@@ -1,6 +1,6 @@
 """Exports of published steps beside a training job, each in a writer process of its own, one after the other.
 
-    trainer of rank 0 ── published(step) ──▶ due? ──▶ writer process of its own (`worker`) ──▶ <directory>/step_<N>
+    trainer of rank 0 ── published(step) ──▶ due? ──▶ writer process of its own (`export`) ──▶ <directory>/step_<N>
                       ── poll() ◀── ended: log what failed, start the step that waits
 
 The trainer only orders processes, and looks whether they have ended: it never waits for one before `close`.
@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from ckpt.arguments import in_seconds
 from ckpt.async_calls.call import Call
 from ckpt.async_calls.request import AsyncRequest
-from ckpt.async_calls.writer import CallOutcome, WriterProcess, wait_for_any
-from ckpt.async_calls.writer_config import WriterConfig
+from ckpt.async_calls.writer import CallOutcome, WriterConfig, WriterProcess, wait_for_any
 from ckpt.errors import CheckpointError, RemoteTraceback
 from ckpt.events import ExportDone, ExportFailed
+from ckpt.exporting.export import export_alone
 from ckpt.exporting.options import ExportOptions
-from ckpt.exporting.worker import export_alone
 from ckpt.formats.foreign_files import remove_left
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.observing import emit, is_observed, shortened

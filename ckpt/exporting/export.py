@@ -1,25 +1,37 @@
-"""`export`: write a step in a format that other programs read, in blocks of bounded memory."""
+"""`export`: write a step in a format that other programs read, in blocks of bounded memory.
+
+`export_alone` does it in a writer process, for exports beside training (see `background`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import CheckpointCorruptError, CheckpointError
+from ckpt.async_calls.writer_main import WriterContext, current
+from ckpt.errors import CheckpointCorruptError, CheckpointError, StorageError
 from ckpt.exporting.options import ExportForm, Format
 from ckpt.exporting.selection import select
 from ckpt.exporting.writers import WRITERS, first_few
-from ckpt.formats.foreign_files import check_new, check_outside
+from ckpt.formats.foreign_files import check_new, check_outside, discard, hidden_name
+from ckpt.keeper.forking import let_go_of_terminal
 from ckpt.loading.lazy import open_step
+from ckpt.storage.directories import fsync_directory
 from ckpt.storage.interface import Root
 from ckpt.storage.roots import open_root, own_directory
+from ckpt.storage.stores.interface import StorageOptions
 
-__all__ = ["Exported", "export", "export_as"]
+__all__ = ["Exported", "export", "export_alone", "export_as"]
+
 
 _CHECK_S = 1.0
+_LOOK_S = 0.2
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -155,3 +167,39 @@ def export_as(
             changes,
             written.notes,
         )
+
+
+# -- beside training ---------------------------------------------------------------------------------------------------
+
+
+def export_alone(
+    root: str, root_options: StorageOptions | None, step: int, target: str, form: ExportForm, timeout_s: float
+) -> None:
+    """Export a step. The kernel ends the process when its time is over, whatever it waits for.
+
+    Without its trainer it goes on. Raises what `export` raises.
+    """
+    os.chdir("/")  # not to keep the trainer's directory in use
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    if (context := current()) is not None:
+        threading.Thread(target=_outlive, args=(context,), name="ckpt-export-trainer", daemon=True).start()
+    folder = os.path.dirname(target)
+    if os.path.lexists(os.path.join(target, "zarr.json")):
+        raise StorageError(f"{target} is a checkpoint, which no export replaces: give ExportOptions another directory")
+    os.makedirs(folder, exist_ok=True)
+    written, replaced = hidden_name(folder), hidden_name(folder)
+    export_as(form, open_root(root, root_options), written, step=step)
+    # Under its own name it appears whole, in the place of an earlier one.
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(target, replaced)
+    os.rename(written, target)
+    fsync_directory(folder)
+    discard(replaced)
+
+
+def _outlive(context: WriterContext) -> None:
+    """Wait for the end of the trainer, which does not end the export, and let go of its terminal."""
+    while not context.trainer_left():
+        time.sleep(_LOOK_S)
+    let_go_of_terminal()

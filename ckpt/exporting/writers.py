@@ -12,9 +12,8 @@ import numpy as np
 
 from ckpt.errors import ConversionError
 from ckpt.exporting.options import ExportForm, Format
-from ckpt.exporting.selection import NewValue, Selection
+from ckpt.exporting.selection import NewValue, Selection, dotted, same_value
 from ckpt.formats.lazy_state import FileTensor, NewTensor
-from ckpt.formats.leaves import dotted, same_value
 from ckpt.formats.safetensors import DTYPES, METADATA, open_directory, write_safetensors
 from ckpt.paths import Path
 

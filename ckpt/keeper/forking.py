@@ -4,7 +4,7 @@
                                                         │└────fork──▶ replicas    ═══ its own socket ═══ trainer
     processes that take over ════ listening socket ═════╡ └───fork──▶ mirror, export
                                                         ├─ memory: descriptors of slots (`kept_memory`)
-                                                        └─ what workers leave (`worker_memory`) ═══ replicas
+                                                        └─ what workers leave (`kept_memory`) ═══ replicas
 
 A trainer cannot be forked safely: its threads, locks and CUDA context do not survive. The keeper is started once with
 exec, imports what every worker needs, and from then on a worker costs one fork of a small process. It runs in its own
@@ -34,10 +34,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NoReturn
 
-from ckpt.keeper.kept_memory import KeptMemory, answer
+from ckpt.keeper.kept_memory import KeptMemory, LeftMemory, WorkerMemory, answer
 from ckpt.keeper.messages import CONTROL, ControlChannel, Exited, Fork, ForkedWorker
 from ckpt.keeper.takeover import release_all
-from ckpt.keeper.worker_memory import LeftMemory, WorkerMemory
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.process import has_ended
 

@@ -10,8 +10,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 
-from ckpt.keeper.kept_regions import keep_message
-from ckpt.keeper.messages import DropRegion, GiveUp, Linger, MemoryRecord, Settled
+from ckpt.keeper.messages import DropRegion, GiveUp, Linger, MemoryRecord, Settled, keep_message
 from ckpt.keeper.takeover import Job, KeeperAddress, Taken, take
 from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.shared_memory import SharedMemory
@@ -64,15 +63,14 @@ class LingeringMemory:
 
     def close(self) -> None:
         """Give up the memory. The keeper does it at once, and is not waited for. Idempotent."""
-        if self._end():
+        if self.leave():
             self._keeper.tell(GiveUp())  # also if an interrupt has left it unknown what that was told
 
-    def leave(self) -> None:
-        """Leave the memory to the next processes, as soon as `Keeper.release` is called. Idempotent; the last call."""
-        self._end()
+    def leave(self) -> bool:
+        """Leave the memory to the next processes, as soon as `Keeper.release` is called. Idempotent; the last call.
 
-    def _end(self) -> bool:
-        """Tell nothing any more; return whether this is the first call."""
+        Nothing is told any more. Returns whether this is the first call.
+        """
         with self._lock:
             was_closed, self._closed = self._closed, True
             self._keeper.pump()

@@ -4,7 +4,7 @@ trainer --- Fork + socket ------------------------------------------------▶ ke
 trainer ◀-- ForkedWorker + pidfd, Exited ---------------------------------- keeper
 trainer --- Linger + listener, then KeepRegion, DropRegion, Settled ------▶ keeper        memory
 trainer --- GiveUp -------------------------------------------------------▶ keeper, or its replica process
-worker  --- KeepRegion, DropRegion ---------------------------------------▶ keeper        see `worker_memory`
+worker  --- KeepRegion, DropRegion ---------------------------------------▶ keeper        see `kept_memory`
 trainer --- KeepRegion, DropRegion ---------------------------------------▶ writer        see `ckpt.async_calls`
 trainer ◀-- Notice, Finished ---------------------------------------------- workers
 
@@ -15,7 +15,7 @@ taker   ◀-- Greeting ---------------------- keeper        both prove that they
         --- GiveUp -----------------------▶               if a newer keeper has what is needed of it
         ◀-- Kept --------------------------
 
-Free of torch. The memory itself is passed as a descriptor, and not read here.
+Free of torch. The memory itself is passed as a descriptor, and not read here: `Regions` has what was passed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from inprocess.ipc.packets import Channel, Codec
+from inprocess.ipc.packets import Channel, Codec, Packet
 from inprocess.ipc.proofs import proof
+from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = [
     "CONTROL",
-    "PUBLIC",
     "Control",
     "ControlChannel",
     "DropRegion",
@@ -43,10 +43,14 @@ __all__ = [
     "Linger",
     "MemoryRecord",
     "Notice",
+    "PUBLIC",
     "Public",
+    "Regions",
     "Settled",
     "greeting",
+    "keep_message",
 ]
+
 
 _PROTOCOL = b"ckpt linger 4"
 
@@ -205,3 +209,34 @@ PUBLIC: Codec[Public] = Codec(Greeting, KeepRegion, Kept, GiveUp)
 def greeting(secret: str, who: bytes, job: str, first: str, second: str) -> str:
     """Return the proof of one end that it knows the secret; the nonce of the keeper comes first."""
     return proof(secret, _PROTOCOL, who, job.encode(), first.encode(), second.encode()).hex()
+
+
+# -- regions that were sent --------------------------------------------------------------------------------------------
+
+
+class Regions(dict[str, SharedMemory]):
+    """The regions, which this process owns. Nothing here maps or reads them."""
+
+    def take_in(self, packet: Packet[Any]) -> bool:
+        """Keep or drop a region, if a message says so; return whether it was one, whose descriptor is then owned.
+
+        A region that is there, or is not there any more, is not one: the other process may tell that again.
+        """
+        match packet.message, packet.fds:
+            case KeepRegion(key, size, name), (fd,) if key not in self:
+                self[key] = SharedMemory(fd, size, name, key)
+            case DropRegion(key), () if key in self:
+                self.pop(key).close()
+            case _:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Close all. Idempotent."""
+        while self:
+            self.popitem()[1].close()
+
+
+def keep_message(region: SharedMemory) -> KeepRegion:
+    """Return the message with which the descriptor of a region is sent."""
+    return KeepRegion(region.region_id, region.size, region.name)

@@ -16,10 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from ckpt.storage.documents import decode_document, decode_root, well_formed
+from ckpt.storage.documents import INTENT, decode_document, decode_root, well_formed
 from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
-from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_source import StepSource, read_document
 
 __all__ = ["Candidate", "PublishedCandidates", "in_order", "published_candidates", "run_of", "saves_of"]

@@ -14,12 +14,18 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FormatVersionError, StorageError
 from ckpt.native import crc32c
 from ckpt.paths import Path, display
-from ckpt.storage.documents import ILL_FORMED, MAX_DOCUMENT_BYTES, decode_document, decode_root, well_formed
+from ckpt.storage.documents import (
+    FORMAT_VERSION,
+    ILL_FORMED,
+    MAX_DOCUMENT_BYTES,
+    decode_document,
+    decode_root,
+    well_formed,
+)
 from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.names import INDEX, part_name
 from ckpt.storage.pack_index import PackIndex, StoredArray, Table
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
-from ckpt.storage.root import FORMAT_VERSION
 from ckpt.storage.step_source import StepSource, step_source
 from ckpt.values.codec import decode_value
 from ckpt.values.containers import Container

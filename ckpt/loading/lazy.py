@@ -22,13 +22,12 @@ from ckpt.loading.index import CheckpointIndex, StoredTensor
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.paths import display
 from ckpt.planning.boxes import Box
-from ckpt.ranks.distributed import own_rank
+from ckpt.ranks.group import own_rank
 from ckpt.storage.dtypes import stored
 from ckpt.storage.interface import Root
-from ckpt.storage.options import StorageOptions
-from ckpt.storage.roots import open_root
-from ckpt.storage.seen_roots import note_seen
+from ckpt.storage.roots import note_seen, open_root
 from ckpt.storage.step_source import HeldStep
+from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.uncopied import Uncopied
 
 if TYPE_CHECKING:

@@ -19,19 +19,19 @@ from dataclasses import replace
 
 from ckpt.arguments import in_seconds
 from ckpt.async_calls.call import pickled
-from ckpt.async_calls.messages import Run
+from ckpt.async_calls.writer_main import Run
 from ckpt.errors import CheckpointError
 from ckpt.events import MirrorDone, MirrorFailed
 from ckpt.keeper.messages import Finished, Notice
 from ckpt.keeper.trainer_side import Keeper, Worker
-from ckpt.mirroring.mirror_messages import CODEC, MIRROR, CopyEnded, Due, MirrorMessage
 from ckpt.mirroring.options import Mirror
+from ckpt.mirroring.wanted import CODEC, MIRROR, CopyEnded, Due, MirrorMessage
 from ckpt.observing import emit, is_observed, shortened
 from ckpt.saving.recover import Branch
 from ckpt.saving.retention import keep_policy
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId
-from ckpt.storage.options import StorageOptions
+from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.packets import Packet

@@ -25,7 +25,7 @@ from ckpt.loading.consistency import read_index
 from ckpt.loading.index import CheckpointIndex, items, sizes
 from ckpt.native import crc32c
 from ckpt.storage.chunk_codec import READ_BYTES
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, is_recorded, well_formed
+from ckpt.storage.documents import INTENT, MAX_DOCUMENT_BYTES, decode_document, is_recorded, well_formed
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import INDEX, MANIFEST, NODES, REFERENCES, pack_file, parse_save_name, part_name
@@ -34,10 +34,8 @@ from ckpt.storage.node_packs import NodeLocalStep
 from ckpt.storage.outcomes import Abandoned, Published
 from ckpt.storage.parts_watch import PartsWatch
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
-from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_source import StepSource
-from ckpt.validation.pack_files import PackChecks
-from ckpt.validation.step_files import PackFile
+from ckpt.validation.step_files import PackChecks, PackFile
 
 __all__ = ["PATIENCE_S", "StepCopy", "StoppedError", "Throttle"]
 
@@ -149,11 +147,6 @@ class StepCopy:
     def has_begun(self) -> bool:
         """Whether the copy has begun, and is not decided, so that others may `copy_share`."""
         return self._pending.has_begun()
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether the copy has ended."""
-        return self._pending.outcome() is not None
 
     def copy_share(self, rank: int) -> None:
         """Copy the files of one rank, for a copy that has begun. Raises as the class says.
@@ -356,7 +349,7 @@ class StepCopy:
 
 
 class _InMemory:
-    """A file that was read as a whole; see `ckpt.validation.pack_files.Readable`."""
+    """A file that was read as a whole; see `ckpt.validation.step_files.Readable`."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

@@ -30,21 +30,19 @@ from ckpt.errors import (
 )
 from ckpt.keeper.forking import let_go_of_terminal
 from ckpt.keeper.messages import Notice
-from ckpt.mirroring.mirror_messages import CODEC, MIRROR, CopyEnded, Due, Report
 from ckpt.mirroring.step_copy import StepCopy, StoppedError, Throttle
-from ckpt.mirroring.wanted import Wanted
+from ckpt.mirroring.wanted import CODEC, MIRROR, CopyEnded, Due, Report, Wanted
 from ckpt.saving.recover import adopt
 from ckpt.saving.retention import Facts, Keep, Retention, retain
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
+from ckpt.storage.documents import INTENT, MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.leases import Lease
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.roots import open_root
-from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_source import HeldStep
+from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.packets import receive, send
 from inprocess.ipc.process import Process
 
@@ -241,7 +239,7 @@ class _MirrorWorker:
         is wanted, with which it will begin then.
         """
         begin, pause_s = time.monotonic(), _LOOK_S
-        gone = _Absence(self._is_left)
+        left_at: float | None = None
         save = due.save
         nbytes = 0
         while save.name not in self._helped and self._mirror.pending_save(save).outcome() is None:
@@ -251,7 +249,9 @@ class _MirrorWorker:
                 is_ours = self._packs is not None or self.wanted.has(each)
                 if is_ours and each.name not in self._helped and self._root.save_of(each.step) == each.name:
                     nbytes += self._help_with(each)
-            if gone.lasts() or time.monotonic() - begin > _BEGIN_S:
+            now = time.monotonic()
+            left_at = (now if left_at is None else left_at) if self._is_left() else None
+            if (left_at is not None and now - left_at >= _GONE_S) or now - begin > _BEGIN_S:
                 break
             if save.name not in self._helped:
                 if self.wanted.has_newer(due):
@@ -307,20 +307,6 @@ class _MirrorWorker:
         retained = retain(mirror, Retention(self._keep), self._token, mirror.steps()[-1], "", self._facts)
         retained.warn(self._kept, mirror.path)
         mirror.clean()
-
-
-class _Absence:
-    """How long a condition lasts."""
-
-    def __init__(self, condition: Callable[[], bool]) -> None:
-        self._condition = condition
-        self._since: float | None = None
-
-    def lasts(self) -> bool:
-        """Return whether it has held for `_GONE_S`, each time that this was called."""
-        now = time.monotonic()
-        self._since = (now if self._since is None else self._since) if self._condition() else None
-        return self._since is not None and now - self._since >= _GONE_S
 
 
 def run(trainer: socket.socket) -> None:

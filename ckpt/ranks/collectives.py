@@ -19,12 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import CheckpointError, CheckpointTimeoutError
-from ckpt.ranks import attendance
-from ckpt.ranks.attendance import Attendance
-from ckpt.ranks.distributed import collective_device, torch_distributed
-from ckpt.ranks.group import Group
-from ckpt.ranks.late import LateRanks
-from ckpt.ranks.rounds import MissingRanksError, Round, gather, meet, named
+from ckpt.ranks.group import Group, collective_device, torch_distributed
+from ckpt.ranks.rounds import Attendance, LateRanks, MissingRanksError, Round, gather, meet, named
 from inprocess.ipc.suspension import Suspension
 
 if TYPE_CHECKING:
@@ -39,6 +35,7 @@ _MOVED_BY_REDUCTION = 2
 """How many times its bytes a reduction moves."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.25
 _PAUSE = 0.1  # of the time waited
+_ATTENDED_S = 1.0  # a wait of so long is written in an `Attendance`
 _HEAD = struct.Struct("<QQ")  # the size of a payload, and a checksum of what the rank does
 _MIN_HEAD_BYTES, _MAX_HEAD_BYTES, _ALL_HEADS_BYTES = 80, 1024, 64 << 10
 
@@ -143,7 +140,7 @@ class Ranks(Group):
             while not work.is_completed():
                 begin += suspension.missed_s()
                 waited_s = time.monotonic() - begin
-                if not is_noted and waited_s >= attendance.LONG_S:
+                if not is_noted and waited_s >= _ATTENDED_S:
                     is_noted = True
                     ask(Attendance.note)
                 if late.is_due(waited_s):

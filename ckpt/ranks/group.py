@@ -1,16 +1,25 @@
-"""The interface of the ranks of a job, and phases that succeed on all or fail on all, with the same kind of error."""
+"""The interface of the ranks of a job, and phases that succeed on all or fail on all, with the same kind of error.
+
+Nothing here imports torch in a process that does not use it.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.ranks.failure import Failure
 
-__all__ = ["Alone", "CollectivePhase", "Group"]
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Alone", "CollectivePhase", "Group", "collective_device", "own_rank", "torch_distributed"]
+
 
 _FINE, _FAILED = b"+", b"-"
 
@@ -88,3 +97,29 @@ class Alone(Group):
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
+
+
+# -- torch.distributed -------------------------------------------------------------------------------------------------
+
+
+def torch_distributed() -> Any:
+    """Return the module torch.distributed if it is initialized in this process, else None."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+def own_rank() -> int | None:
+    """Return the global rank; None when torch.distributed is not initialized."""
+    distributed = torch_distributed()
+    return None if distributed is None else int(distributed.get_rank())
+
+
+def collective_device(group: ProcessGroup | None) -> torch.device:
+    """Return the device on which the backend of a group (None: the default group) wants its tensors."""
+    import torch
+    import torch.distributed as dist
+
+    has_cpu_backend = "cpu" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if has_cpu_backend else torch.device("cuda", torch.cuda.current_device())

@@ -28,6 +28,12 @@ at the next round, so that later calls meet again.
 Those of a round are deleted at the end of the next one in which all meet. If no rank is missing, each makes half a
 dozen operations. It waits by polling: the `wait` of a store blocks the connection, which other threads use as well, and
 logs a warning each time it ends without a key.
+
+A wait that is long is logged (`LateRanks`), with the ranks that are missing. So do all waits of ranks for each other:
+those of meetings, the all_reduce of a queue (`collectives`), the agreement on a step to stop after (`stop`), and
+writers (`ckpt.saving.waiting`). For waits that are no meetings, `Attendance` knows who waits:
+
+    waits/NAME/RANK  is there while RANK waits; written when the wait is long, and deleted at its end
 """
 
 from __future__ import annotations
@@ -35,16 +41,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import struct
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from ckpt.ranks.late import LateRanks, described
 from inprocess.ipc.process import Process
 from inprocess.ipc.suspension import Suspension
 
-__all__ = ["MissingRanksError", "Round", "gather", "known_of", "meet", "named", "value_of"]
+__all__ = [
+    "Attendance",
+    "LateRanks",
+    "MissingRanksError",
+    "Round",
+    "described",
+    "gather",
+    "known_of",
+    "meet",
+    "named",
+    "value_of",
+]
+
+_log = logging.getLogger("ckpt")
 
 _GO = "go"
 _COMMON = "a common operation"
@@ -53,6 +73,8 @@ _CLOSING_S = 10.0  # for the first rank that gives up a round to find out who is
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.25
 _PAUSE = 0.1  # of the time waited: so all together wait at most that much longer than the last rank needs
 _WATCH_S = 1.0
+_LATE_S = 30.0
+_DESCRIBED = 4  # ranks that are late
 _SHOWN = 16
 _SIZE = struct.Struct("<Q")
 
@@ -296,3 +318,82 @@ def named(ranks: list[int]) -> str:
     """Return ranks as text, such as "ranks 1, 2"; of very many only the first."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+# -- waits that are long -----------------------------------------------------------------------------------------------
+
+
+class LateRanks:
+    """When a wait that goes on is to be told of: after half a minute, then each time that it has doubled."""
+
+    def __init__(self) -> None:
+        self._next_s = _LATE_S
+
+    def is_due(self, waited_s: float) -> bool:
+        """Return whether to look, after a wait of so long, which ranks are missing; once each time."""
+        if waited_s < self._next_s:
+            return False
+        self._next_s = 2 * waited_s
+        return True
+
+    def stop(self) -> None:
+        """Let another process tell of it."""
+        self._next_s = float("inf")
+
+    def warn(
+        self,
+        rank: int,
+        waited_s: float,
+        left_s: float | None,
+        what: str,
+        late: Sequence[int],
+        known: Callable[[int], str],
+        calls: str = "save, warmup and restore",
+    ) -> None:
+        """Log that `rank` waits for `what`, which ranks are late, and what is `known` of the first of them.
+
+        `left_s` is None if the process group decides. `calls` are what every rank must call.
+        """
+        told = [f"rank {each} {known(each)}" for each in late[:_DESCRIBED]]
+        others = f"; {len(late) - len(told)} more are late" if len(late) > len(told) else ""
+        until = "until the timeout of the process group" if left_s is None else f"{left_s:.0f} s more"
+        _log.warning(
+            "rank %d has waited %.0f s for %s, and waits %s: %s%s. Every rank must call %s, in the same order",
+            *(rank, waited_s, what, until, "; ".join(told), others, calls),
+        )
+
+
+def described(process: Process) -> str:
+    """Return a description of a process: its state, as far as it is known here."""
+    activity = process.activity if process.is_here else "is on another node"
+    return f"process {process.pid} {activity or 'is hidden'}"
+
+
+class Attendance:
+    """The ranks that wait at a place with a `name`, in a store of torch that is for their group alone. Never waits."""
+
+    def __init__(self, store: Any, name: str, rank: int, world_size: int) -> None:
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self._world_size = world_size
+
+    def note(self) -> None:
+        """Write that this rank waits."""
+        self._store.set(self._key(self._rank), "")
+
+    def forget(self) -> None:
+        """Delete that this rank waits."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._store.delete_key(self._key(self._rank))
+
+    def warn(self, late: LateRanks, waited_s: float, left_s: float | None, what: str, calls: str) -> None:
+        """Log which ranks are missing to agree on `what`, on the lowest of those that wait."""
+        waits = [bool(self._store.check([self._key(rank)])) for rank in range(self._world_size)]
+        missing = [rank for rank, is_here in enumerate(waits) if not is_here]
+        if missing and True not in waits[: self._rank]:
+            about = f"{named(missing)} to agree on {what}"
+            late.warn(self._rank, waited_s, left_s, about, missing, functools.partial(known_of, self._store), calls)
+
+    def _key(self, rank: int) -> str:
+        return f"waits/{self._name}/{rank}"

@@ -21,8 +21,8 @@ Rounds in the store (see `rounds`), below a prefix for this agreement:
     stop         decides: "stop STEP" or "leave"
     over         is decided if a rank did not come to the step in time
 
-The ranks that have arrived at round N are also in `attendance`, as ``stop/N``: a rank whose main thread waits long for
-the decision logs the others.
+The ranks that have arrived at round N are also in the `Attendance` of ``stop/N``: a rank whose main thread waits long
+for the decision logs the others.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt.ranks.attendance import Attendance
-from ckpt.ranks.late import LateRanks
-from ckpt.ranks.rounds import Round
+from ckpt.ranks.rounds import Attendance, LateRanks, Round
 
 __all__ = ["Outcome", "StopAgreement", "StopRequest"]
 

@@ -9,7 +9,7 @@ another one to keep. So there are two replicas of each owner at most.
 
     memfd := memory of a slot, documents, ... room │ label: which replica this is, as long as it is COMPLETE
 
-The keeper has every region from its creation, too (`ckpt.keeper.worker_memory`). When this process is killed, the next
+The keeper has every region from its creation, too (`ckpt.keeper.kept_memory`). When this process is killed, the next
 one finds by the labels what is complete. A label is written when all bytes are there, and removed before any of them
 may change.
 """
@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from ckpt.keeper.worker_memory import WorkerMemory
+from ckpt.keeper.kept_memory import WorkerMemory
 from ckpt.replication.replica import Replica, TransportError
 from inprocess.ipc.packets import Codec, PacketError
 from inprocess.ipc.shared_memory import SharedMemory

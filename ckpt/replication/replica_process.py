@@ -14,18 +14,20 @@ from collections.abc import Sequence
 
 from ckpt.keeper.messages import DropRegion, GiveUp, Notice
 from ckpt.keeper.trainer_side import Keeper, Worker
-from ckpt.replication.replica import Address, Replica, TransportError
-from ckpt.replication.replica_messages import (
+from ckpt.replication.replica import (
     CONTROL,
+    Address,
     Admit,
     Answer,
     ControlMessage,
     Held,
     List,
+    Replica,
     Retain,
     Send,
+    TransportError,
 )
-from ckpt.replication.sender import Sent
+from ckpt.replication.tcp import Sent
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.packets import Packet

@@ -13,11 +13,9 @@ import socket
 import threading
 import time
 
-from ckpt.replication.connection import BlockError, Connection
+from ckpt.replication.connection import BlockError, Connection, Limiter
 from ckpt.replication.held_replicas import ReplicaMemory
-from ckpt.replication.limiter import Limiter
-from ckpt.replication.replica import Address, Piece, TransportError
-from ckpt.replication.replica_messages import Answer, Held, List, PeerMessage, Read, StoreReplica
+from ckpt.replication.replica import Address, Answer, PeerMessage, Piece, Read, StoreReplica, TransportError
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.threads import JoinableThread
 
@@ -163,10 +161,6 @@ class TcpServer:
         match message:
             case StoreReplica():
                 self._store(connection, message)
-            case List(number):
-                for replica in self._memory.replicas():
-                    connection.send(Held(number, replica))
-                connection.send(Answer(number))
             case Read():
                 self._read(connection, message)
             case _:

@@ -19,11 +19,10 @@ import time
 from collections import deque
 
 from ckpt.keeper.forking import let_go_of_terminal
+from ckpt.keeper.kept_memory import WorkerMemory
 from ckpt.keeper.messages import DropRegion, GiveUp, Notice
-from ckpt.keeper.worker_memory import WorkerMemory
 from ckpt.replication.held_replicas import ReplicaMemory
-from ckpt.replication.replica import Piece, Replica, TransportError
-from ckpt.replication.replica_messages import (
+from ckpt.replication.replica import (
     CONTROL,
     Admit,
     Answer,
@@ -31,11 +30,13 @@ from ckpt.replication.replica_messages import (
     ControlMessage,
     Held,
     List,
+    Piece,
+    Replica,
     Retain,
     Send,
+    TransportError,
 )
-from ckpt.replication.sender import Sender, Sent, Transfer
-from ckpt.replication.tcp import TcpTransport
+from ckpt.replication.tcp import Sender, Sent, TcpTransport, Transfer
 from ckpt.replication.tcp_server import TcpServer
 from inprocess.ipc.packets import Packet
 from inprocess.ipc.process import has_ended

@@ -20,10 +20,9 @@ from ckpt.storage.documents import decode_document, digest, well_formed
 from ckpt.storage.names import INDEX, MANIFEST, NODES, REFERENCES
 from ckpt.storage.ocdbt import MAX_TEXT_BYTES, database
 from ckpt.storage.pack_index import PackIndex
-from ckpt.storage.references import references
 from ckpt.storage.regions import Numbers
 from ckpt.storage.zarr_entries import Hierarchy, chunk_count
-from ckpt.storage.zarr_names import array_names, array_texts
+from ckpt.storage.zarr_names import array_names, array_texts, references
 
 __all__ = ["ABSENT", "IN_PART", "DatabaseOfParts", "PlanFiles", "database_files", "files_of_plan"]
 

@@ -43,12 +43,11 @@ from ckpt.saving.share import Share, ShareDocuments, ShareOf
 from ckpt.saving.snapshots import HeldSnapshots
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.staging.neighbors import SlotExchange, node
-from ckpt.storage.documents import decode_document, encode_document, well_formed
+from ckpt.storage.documents import FORMAT_VERSION, decode_document, encode_document, well_formed
 from ckpt.storage.memory_step import LocalShare, MemoryStep, ShareBytes
 from ckpt.storage.names import INDEX, SaveId, part_name
 from ckpt.storage.ownership import Ownership
 from ckpt.storage.pack_index import PackIndex
-from ckpt.storage.step_documents import FORMAT_VERSION
 from inprocess.ipc.shared_memory import SharedMemory
 
 __all__ = ["MemoryTier"]

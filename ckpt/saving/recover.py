@@ -18,11 +18,11 @@ from typing import Any
 from ckpt.errors import CheckpointCorruptError, CheckpointError, FencedError, StorageError
 from ckpt.ranks.failure import Failure
 from ckpt.saving.publish import publish
+from ckpt.storage.documents import FORMAT_VERSION
 from ckpt.storage.interface import Aside, Pending, Root
 from ckpt.storage.names import parse_save_name
 from ckpt.storage.outcomes import NotDurableError
 from ckpt.storage.ownership import OwnerState
-from ckpt.storage.step_documents import FORMAT_VERSION
 
 __all__ = [
     "Branch",

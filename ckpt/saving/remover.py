@@ -19,9 +19,9 @@ from collections.abc import Iterator
 
 from ckpt.errors import CheckpointError
 from ckpt.saving.task import COORDINATOR
+from ckpt.storage.directories import remove_share
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.removal import remove_share
 
 __all__ = ["REMOVALS_PER_S", "Remover"]
 

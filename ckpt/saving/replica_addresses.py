@@ -7,8 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ckpt.replication.buddies import buddies
-from ckpt.replication.replica import Address
+from ckpt.replication.replica import Address, buddies
 
 __all__ = ["addresses_of_buddies", "own_address"]
 

@@ -34,8 +34,7 @@ from ckpt.ranks.rounds import Round, value_of
 from ckpt.replication.held_replicas import usable_bytes
 from ckpt.replication.replica import Address, Replica, TransportError
 from ckpt.replication.replica_process import ReplicaWorker
-from ckpt.replication.sender import Sent
-from ckpt.replication.tcp import TcpTransport
+from ckpt.replication.tcp import Sent, TcpTransport
 from ckpt.saving.remote_share import RemoteShare
 from ckpt.saving.replica_addresses import addresses_of_buddies, own_address
 from ckpt.saving.share import Share

@@ -10,7 +10,7 @@ from ckpt.saving.recover import Branch, lost_token, whole_steps
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.ownership import ClaimLease
-from ckpt.storage.seen_roots import is_seen, note_seen
+from ckpt.storage.roots import is_seen, note_seen
 
 __all__ = ["RootClaim"]
 

@@ -25,9 +25,9 @@ from ckpt.errors import CheckpointCorruptError
 from ckpt.saving.handle import SaveHandle
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.roots import open_root
+from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.forks import Origin
 
 __all__ = ["Scheduled", "pending_steps", "wait_for_program", "wait_for_step", "wait_until_written"]

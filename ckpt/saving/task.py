@@ -26,9 +26,9 @@ from ckpt.saving.lineage import Lineage
 from ckpt.saving.recover import Branch
 from ckpt.saving.retention import Retention
 from ckpt.storage.names import DATABASE_CHUNKS, SaveId
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned
 from ckpt.storage.pack_writers import ChunkToCompress
+from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 

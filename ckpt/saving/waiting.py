@@ -25,10 +25,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from ckpt.async_calls.context import WriterContext
+from ckpt.async_calls.writer_main import WriterContext
 from ckpt.errors import CheckpointTimeoutError, StorageError
-from ckpt.ranks.late import LateRanks, described
-from ckpt.ranks.rounds import named
+from ckpt.ranks.rounds import LateRanks, described, named
 from ckpt.saving.task import COORDINATOR, WriteTask
 from ckpt.storage.interface import Pending
 from ckpt.storage.leases import EXPIRY_S, HostWatch, Leases

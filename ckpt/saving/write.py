@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ckpt.async_calls import context
+from ckpt.async_calls.writer_main import current
 from ckpt.errors import (
     CheckpointError,
     FencedError,
@@ -102,7 +102,7 @@ class ShareWriter:
         self.pending: Pending = open_root(task.root, task.storage).pending_save(task.save)
         here = task.options.node_local
         self.packs = None if here is None else NodePacks(here, self.pending.root)
-        self.context = context.current()  # None in the trainer; the threads of a pool have none of their own
+        self.context = current()  # None in the trainer; the threads of a pool have none of their own
         self._report_here = report
         self._memory_of = memory_of or self._in_slot
         self._written: SharePublished | None = None  # what will be reported, but for the time

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from inprocess.ipc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from ckpt.sinks.json_lines import JsonLines
-    from ckpt.sinks.log import Logging
+    from ckpt.sinks.lines import JsonLines, Logging
     from ckpt.sinks.open_telemetry import OpenTelemetry
     from ckpt.sinks.prometheus import Prometheus
     from ckpt.sinks.tensorboard import TensorBoard
@@ -21,8 +20,8 @@ __all__ = ["JsonLines", "Logging", "OpenTelemetry", "Prometheus", "TensorBoard"]
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "JsonLines": ".json_lines",
-        "Logging": ".log",
+        "JsonLines": ".lines",
+        "Logging": ".lines",
         "OpenTelemetry": ".open_telemetry",
         "Prometheus": ".prometheus",
         "TensorBoard": ".tensorboard",

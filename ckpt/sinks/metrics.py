@@ -2,13 +2,16 @@
 
 OpenTelemetry has the names of the table after ``ckpt.``; in Prometheus they are what its translation of these makes of
 them: ``ckpt.save.stall``, of seconds, is ``ckpt_save_stall_seconds``.
+
+`optional` imports the package that a sink needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 from ckpt.events import (
     Event,
@@ -29,7 +32,8 @@ from ckpt.events import (
     SectionLate,
 )
 
-__all__ = ["METRICS", "Metric", "RankCounts", "Sample"]
+__all__ = ["METRICS", "Metric", "RankCounts", "Sample", "optional"]
+
 
 _STALL_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 _SAVE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
@@ -217,3 +221,11 @@ class RankCounts:
     def first(at: float) -> Sample:
         """Return the time of the newest step of a rank that has none yet, and that began at this time."""
         return Sample(_NEWEST_TIME, at)
+
+
+def optional(module: str, extra: str) -> Any:
+    """Return the module. ImportError, naming what to install, if it is not there."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"this sink needs {module}: pip install 'ckpt-inprocess[{extra}]'", name=module) from error

@@ -26,8 +26,7 @@ from ckpt.events import (
     SaveStaged,
     SaveStarted,
 )
-from ckpt.sinks.metrics import METRICS, Metric, RankCounts
-from ckpt.sinks.optional import optional
+from ckpt.sinks.metrics import METRICS, Metric, RankCounts, optional
 
 __all__ = ["OpenTelemetry"]
 

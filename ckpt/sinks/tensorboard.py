@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ckpt.events import Event, Restarted, Restored, SaveAbandoned, SavePublished, SaveStaged
-from ckpt.sinks.optional import optional
+from ckpt.sinks.metrics import optional
 
 __all__ = ["TensorBoard"]
 

@@ -19,16 +19,14 @@ from ckpt.ranks.failure import Failure
 from ckpt.storage import directories, files
 from ckpt.storage.attempts import until_written
 from ckpt.storage.directories import Rename
-from ckpt.storage.directory_root import DirectoryRoot
-from ckpt.storage.documents import encode_document, well_formed
+from ckpt.storage.directory_root import DirectoryRoot, take_recycled
+from ckpt.storage.documents import INTENT, encode_document, read_json, well_formed
 from ckpt.storage.interface import NO_LINEAGE, Pending
 from ckpt.storage.links import refuse_link
 from ckpt.storage.names import SaveId, part_rank, step_name
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, SaveOutcome, unknown_reason
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.parts_watch import PartsWatch
-from ckpt.storage.recycled import take_recycled
-from ckpt.storage.step_documents import INTENT, read_json
 from ckpt.storage.step_source import LocalStep
 from inprocess.ipc.deadline import Deadline
 

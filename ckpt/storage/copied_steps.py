@@ -20,11 +20,10 @@ from dataclasses import replace
 from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.directories import Rename
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
+from ckpt.storage.documents import INTENT, MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.names import PUBLISHED_STEP, parse_save_name, step_name
 from ckpt.storage.records import Record, Records, State
 from ckpt.storage.regular_files import DamagedFileError
-from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_reader import has_readers
 from ckpt.storage.store_owner import StoreOwnership
 from ckpt.storage.store_step import StoreStep

@@ -25,17 +25,24 @@ from ckpt.errors import CheckpointCorruptError, CheckpointExistsError, StorageEr
 from ckpt.native import crc32c
 from ckpt.ranks.failure import Failure
 from ckpt.storage.attempts import TriesAgain, never
-from ckpt.storage.documents import decode_document, encode_document
-from ckpt.storage.moved_steps import Aside, MovedStep, MovedTo, find_moved
+from ckpt.storage.documents import FORMAT_VERSION, INTENT, checked_intent, decode_document, encode_document
 from ckpt.storage.names import SaveId, parse_save_name, part_name
 from ckpt.storage.node_lock import NodeLock
-from ckpt.storage.options import StorageOptions
-from ckpt.storage.outcomes import Abandoned, NotDurableError, Published, SaveOutcome
+from ckpt.storage.outcomes import (
+    Abandoned,
+    Aside,
+    MovedStep,
+    MovedTo,
+    NotDurableError,
+    Published,
+    SaveOutcome,
+    find_moved,
+)
 from ckpt.storage.ownership import Ownership
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.published_steps import PublishedSteps
-from ckpt.storage.step_documents import FORMAT_VERSION, INTENT, checked_intent
 from ckpt.storage.step_source import StepSource, read_document
+from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.deadline import Deadline
 
 __all__ = ["NO_LINEAGE", "Aside", "MovedStep", "Pending", "Root"]

@@ -32,7 +32,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.storage import directories, files
-from ckpt.storage.documents import encode_document
+from ckpt.storage.documents import encode_document, read_json
 from ckpt.storage.files import storage_errors
 from ckpt.storage.interface import Root
 from ckpt.storage.links import refuse_link
@@ -40,7 +40,6 @@ from ckpt.storage.names import SaveId, pack_rank, parse_save_name
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
-from ckpt.storage.step_documents import read_json
 from ckpt.storage.step_source import HeldStep, LocalStep, OpenFile, StepSource
 
 __all__ = ["NodeLocalStep", "NodePacks"]

@@ -9,6 +9,10 @@ database. So two files beside the packs of a step make it readable for every pro
 The encoding is described at https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format; what is used
 of it is in docs/format.md. numpy makes the columns of a node: there is no loop over entries. The same entries make the
 same bytes, so several processes may write them at once. Free of torch.
+
+Compressed nodes are frames of zstd, by `numcodecs`. What is to be decompressed is checked first: it is one frame, says
+how many bytes it holds, and ends where the data end. So no more memory is needed than for the content, whatever the
+bytes are.
 """
 
 from __future__ import annotations
@@ -24,17 +28,19 @@ import numpy as np
 
 from ckpt.native import crc32c
 from ckpt.storage.names import NODES
-from ckpt.storage.zstd_frames import compressed
+from ckpt.storage.regular_files import DamagedFileError
 
 __all__ = [
-    "FRAME_HEAD_BYTES",
-    "FRAME_TAIL_BYTES",
-    "MAX_TEXT_BYTES",
     "Bytes",
     "Entries",
+    "FRAME_HEAD_BYTES",
+    "FRAME_TAIL_BYTES",
     "Front",
+    "MAX_TEXT_BYTES",
     "common_length",
+    "compressed",
     "database",
+    "decompressed",
     "ends_of",
     "front_coded",
     "head_of",
@@ -59,6 +65,66 @@ _COMPRESSED_BYTES = 1 << 20  # of the nodes of a database, in all
 _MAX_NODE_BYTES = 8 << 20  # only a program that writes to the database heeds it
 _ARITY_LOG2 = 4  # of the tree of versions, of which there is one
 _COMMIT_TIME = 1  # in ns; always the same, as the bytes are
+
+_MAGIC = b"\x28\xb5\x2f\xfd"  # of a frame of zstd
+_CONTENT_SIZE_BYTES = (0, 2, 4, 8)
+_DICTIONARY_BYTES = (0, 1, 2, 4)
+_BLOCK_HEADER_BYTES = 3
+_RLE = 1  # a type of blocks: one byte, repeated
+_CHECKSUM_BYTES = 4
+_LEVEL = 1
+
+
+# -- compressed nodes --------------------------------------------------------------------------------------------------
+
+
+def compressed(data: bytes) -> bytes:
+    """Return a frame with this content."""
+    from numcodecs import zstd  # here: it takes a while, and small databases are not compressed
+
+    frame: bytes = zstd.compress(data, _LEVEL)
+    return frame
+
+
+def decompressed(frame: bytes | memoryview, nbytes: int) -> Bytes:
+    """Return the content of a frame as bytes. DamagedFileError unless these are `nbytes` bytes."""
+    from numcodecs import zstd
+
+    _check(frame, nbytes)
+    content: Bytes = np.empty(nbytes, np.uint8)
+    try:
+        zstd.decompress(frame, content)
+    except (RuntimeError, ValueError) as error:
+        raise DamagedFileError(f"cannot be decompressed: {error}") from error
+    return content
+
+
+def _check(frame: bytes | memoryview, nbytes: int) -> None:
+    """Raise DamagedFileError unless `frame` is one frame of zstd, which says that it holds `nbytes` bytes.
+
+    The format is in RFC 8878, sections 3.1.1.1 (the header) and 3.1.1.2 (the blocks).
+    """
+    header = bytes(frame[:18])
+    if len(header) < 6 or header[:4] != _MAGIC:
+        raise DamagedFileError("cannot be decompressed: it has no frame of zstd")
+    flags = header[4]
+    is_single = flags >> 5 & 1
+    size_bytes = _CONTENT_SIZE_BYTES[flags >> 6] or is_single
+    start = 5 + (1 - is_single) + _DICTIONARY_BYTES[flags & 3]
+    size = int.from_bytes(header[start : start + size_bytes], "little") + (256 if size_bytes == 2 else 0)
+    if not size_bytes or size != nbytes:
+        raise DamagedFileError(f"cannot be decompressed: its frame does not hold {nbytes} bytes")
+    end, is_last = start + size_bytes, False
+    while not is_last and end + _BLOCK_HEADER_BYTES <= len(frame):
+        block = int.from_bytes(bytes(frame[end : end + _BLOCK_HEADER_BYTES]), "little")
+        is_last = bool(block & 1)
+        end += _BLOCK_HEADER_BYTES + (1 if block >> 1 & 3 == _RLE else block >> 3)
+    end += _CHECKSUM_BYTES * (flags >> 2 & 1)
+    if not is_last or end != len(frame):
+        raise DamagedFileError("cannot be decompressed: its frame does not end where the chunk does")
+
+
+# -- the database ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

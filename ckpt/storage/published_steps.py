@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from ckpt.storage.documents import decode_document, well_formed
+from ckpt.storage.documents import INTENT, decode_document, well_formed
 from ckpt.storage.names import parse_save_name, part_name, step_name, step_numbers
-from ckpt.storage.step_documents import INTENT
 from ckpt.storage.step_source import HeldStep, StepSource, read_document
 from ckpt.storage.stores.interface import Store
 

@@ -28,31 +28,19 @@ from collections.abc import Callable
 from ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, FencedError, StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.commit import PendingSave
-from ckpt.storage.directory_root import DirectoryRoot
-from ckpt.storage.interface import Aside
-from ckpt.storage.moved_steps import MovedStep, MovedTo, find_moved, moved_to, rename_back, to_be_deleted
-from ckpt.storage.names import SaveId, parse_save_name, step_name
-from ckpt.storage.recycled import discard_recycled, recycle_step
-from ckpt.storage.removal import remove_contents
-from ckpt.storage.step_documents import (
-    FORMAT_VERSION,
+from ckpt.storage.directories import remove_contents
+from ckpt.storage.directory_root import DirectoryRoot, StepMoves, discard_recycled, is_moving, recycle_step
+from ckpt.storage.documents import (
     INTENT,
     intent_of_step,
-    read_bytes,
-    read_json,
 )
-from ckpt.storage.step_moves import StepMoves, is_moving
+from ckpt.storage.interface import Aside
+from ckpt.storage.names import SaveId, parse_save_name, step_name
+from ckpt.storage.outcomes import MovedStep, MovedTo, find_moved, moved_to, rename_back, to_be_deleted
 from ckpt.storage.step_reader import hold_directory, remove_stale_readers, why_no_step
 from ckpt.storage.step_source import HeldStep, LocalStep
 
-__all__ = [
-    "FORMAT_VERSION",
-    "INTENT",
-    "CheckpointRoot",
-    "intent_of_step",
-    "read_bytes",
-    "read_json",
-]
+__all__ = ["CheckpointRoot"]
 
 _KEEP_RECORDS_S = 3600.0
 _VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node
@@ -75,7 +63,7 @@ class CheckpointRoot(DirectoryRoot):
         return _saves([name for name in self.names(path) if not os.path.islink(os.path.join(path, name))])
 
     def moved(self, *states: MovedTo) -> list[MovedStep]:
-        """See `Root.moved`. Steps that are being moved are left out: they may be published again (`step_moves`).
+        """See `Root.moved`. Steps that are being moved are left out: they may be published again (`StepMoves`).
 
         Ranks learn from the files in the directory of an abandoned save that it was abandoned, and why.
         """

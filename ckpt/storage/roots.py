@@ -1,4 +1,10 @@
-"""Open a checkpoint root by its path or URL."""
+"""Open a checkpoint root by its path or URL, and note the roots whose steps this process has seen.
+
+Seen are steps that it restored, loaded or saved, and that there were none when it restored. A job that goes on in a
+root without a restore of its own is told from one that was started in a used root by mistake: see
+`ckpt.saving.root_claim`. The set belongs to the whole process, as any part of a program may load what another part goes
+on to save.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +15,23 @@ import urllib.parse
 from dataclasses import replace
 
 from ckpt.errors import StorageError
+from ckpt.storage.documents import step_around
 from ckpt.storage.files import exists
 from ckpt.storage.interface import Root
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import CheckpointRoot
-from ckpt.storage.step_documents import step_around
-from ckpt.storage.stores.opening import open_store
+from ckpt.storage.stores import open_store
+from ckpt.storage.stores.interface import StorageOptions
 
-__all__ = ["absolute", "is_object_url", "local_path", "open_root", "own_directory", "own_root"]
+__all__ = [
+    "absolute",
+    "is_object_url",
+    "is_seen",
+    "local_path",
+    "note_seen",
+    "open_root",
+    "own_directory",
+    "own_root",
+]
 
 _LOOK_S = 5.0
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer
@@ -169,3 +184,22 @@ def own_directory(path: str, what: str) -> str:
             raise StorageError(f"{path} is a step, not {what}; give the root that it is in, {root}")
         raise StorageError(f"{path} is inside the step {step}, which must stay as it is; give a path outside of {root}")
     return path
+
+
+# -- roots that were seen ----------------------------------------------------------------------------------------------
+
+_seen: set[str] = set()  # paths without links, and URLs; changed by atomic operations only
+
+
+def note_seen(path: str) -> None:
+    """Note that this process has seen the steps of the root at `path`, an absolute path or a URL."""
+    _seen.add(_real(path))
+
+
+def is_seen(path: str) -> bool:
+    """Return whether this process has seen the steps of the root at `path`."""
+    return _real(path) in _seen
+
+
+def _real(path: str) -> str:
+    return path if "://" in path else os.path.realpath(path)

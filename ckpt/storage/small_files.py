@@ -9,10 +9,9 @@ from typing import Any
 from ckpt.errors import StorageError
 from ckpt.storage import directories, files
 from ckpt.storage.files import storage_errors
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import absolute, is_object_url
-from ckpt.storage.stores.interface import Store
-from ckpt.storage.stores.opening import open_store
+from ckpt.storage.stores import open_store
+from ckpt.storage.stores.interface import StorageOptions, Store
 
 __all__ = ["SmallFiles"]
 

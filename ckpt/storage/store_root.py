@@ -25,19 +25,17 @@ from typing import Any
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, StorageError
 from ckpt.ranks.failure import Failure
 from ckpt.storage.copied_steps import CopiedDirectories
+from ckpt.storage.documents import INTENT
 from ckpt.storage.interface import Aside, MovedStep, Root
-from ckpt.storage.moved_steps import MovedTo
 from ckpt.storage.names import PUBLISHED_STEP, SaveId, parse_save_name, step_name
-from ckpt.storage.options import StorageOptions
-from ckpt.storage.records import Record, Records
-from ckpt.storage.state_changes import StateChanges
-from ckpt.storage.step_documents import INTENT
+from ckpt.storage.outcomes import MovedTo
+from ckpt.storage.records import Record, Records, StateChanges
 from ckpt.storage.step_source import HeldStep
 from ckpt.storage.store_owner import StoreOwnership
 from ckpt.storage.store_save import StoreSave
 from ckpt.storage.store_step import StoreStep, hold_objects, readers, remove_stale_readers
-from ckpt.storage.stores.interface import Store
-from ckpt.storage.stores.opening import open_store
+from ckpt.storage.stores import open_store
+from ckpt.storage.stores.interface import StorageOptions, Store
 
 __all__ = ["StoreRoot", "store_root"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, FencedError, StorageError
 from ckpt.ranks.failure import Failure
+from ckpt.storage.documents import INTENT
 from ckpt.storage.interface import NO_LINEAGE, Pending, Root
 from ckpt.storage.names import SaveId, pack_file, part_rank
 from ckpt.storage.outcomes import Abandoned, Published, SaveOutcome
 from ckpt.storage.pack_writers import PackWriter, StoresBlock, WrittenFile
 from ckpt.storage.records import Record, Records, record_key
-from ckpt.storage.step_documents import INTENT
 from ckpt.storage.store_step import StoreStep
 from ckpt.storage.stores.interface import Store
 

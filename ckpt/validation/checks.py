@@ -1,4 +1,8 @@
-"""Check every file of a step against its documents."""
+"""Check every file of a step against its documents, and its database against its index.
+
+The database must be the one that the index gives, byte by byte. Only compressed nodes may be other frames, of another
+version of zstd, with the same content.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ckpt.errors import CheckpointCorruptError, StorageError
 from ckpt.loading.consistency import find_inconsistencies
 from ckpt.loading.index import CheckpointIndex
 from ckpt.storage.chunk_codec import READ_BYTES
 from ckpt.storage.documents import ILL_FORMED
 from ckpt.storage.names import INDEX, MANIFEST, NODES, pack_file
+from ckpt.storage.ocdbt import FRAME_HEAD_BYTES, FRAME_TAIL_BYTES, database, decompressed, head_of
+from ckpt.storage.regions import Numbers
+from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import StepSource, step_source
-from ckpt.validation.database import database_problem
-from ckpt.validation.pack_files import PackChecks
-from ckpt.validation.step_files import PackFile, Problem, StepFiles, read_document, read_step_files
+from ckpt.storage.zarr_entries import Hierarchy
+from ckpt.validation.step_files import PackChecks, PackFile, Problem, StepFiles, read_document, read_step_files
 
-__all__ = ["Report", "validate"]
+__all__ = ["Report", "compressed_places", "database_problem", "validate"]
 
 
 @dataclass
@@ -198,3 +206,48 @@ def _check_bytes(
                 progress(report.bytes_read, total)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+# -- the database ------------------------------------------------------------------------------------------------------
+
+
+def database_problem(index: CheckpointIndex, manifest: bytes, nodes: bytes) -> tuple[str, str] | None:
+    """Return a file, and what is wrong with it; None if both are right.
+
+    CheckpointCorruptError or ValueError if it cannot be told, as the parts do not say where compressed chunks are.
+    """
+    entries = Hierarchy.of(index.packs).entries(compressed_places(index))
+    recorded = _Recorded(nodes)
+    try:
+        expected = database(entries, compress=recorded.compressed)
+    except DamagedFileError as damage:
+        return NODES, f"differs from the index: the node at byte {recorded.at} {damage}"
+    if nodes != expected[1]:
+        return NODES, "differs from the index"
+    return None if manifest == expected[0] else (MANIFEST, "differs from the index")
+
+
+def compressed_places(index: CheckpointIndex) -> Numbers:
+    """Return the places of compressed chunks as `Hierarchy.entries` takes them. CheckpointCorruptError."""
+    rows = list[tuple[int, ...]]()
+    if index.packs.compressed and index.packs.table is not None:
+        for rank in range(index.world_size):
+            rows += [(*key, *place) for key, place in index.packs.table(rank).items()]
+    return np.array(rows, np.int64).reshape(-1, 5)
+
+
+class _Recorded:
+    """Takes the frames of compressed nodes from a file, in order; `at` is where the next one begins."""
+
+    def __init__(self, nodes: bytes) -> None:
+        self.at = 0
+        self._nodes = nodes
+
+    def compressed(self, body: bytes) -> bytes | None:
+        """Return the frame of the next node, None if that is not compressed. DamagedFileError for another content."""
+        nbytes, is_compressed = head_of(self._nodes, self.at)
+        frame = self._nodes[self.at + FRAME_HEAD_BYTES : self.at + nbytes - FRAME_TAIL_BYTES]
+        if is_compressed and decompressed(frame, len(body)).tobytes() != body:
+            raise DamagedFileError("has another content")
+        self.at += nbytes
+        return frame if is_compressed else None

@@ -12,7 +12,7 @@ from inspect_ckpt.__main__ import main as inspect_ckpt
 import ckpt
 from ckpt.errors import CheckpointCorruptError, CheckpointExistsError, FencedError, StorageError
 from ckpt.saving import write
-from ckpt.storage import seen_roots
+from ckpt.storage import roots
 from ckpt.storage.root import CheckpointRoot
 from tests.support import run_ranks
 from tests.support.saves import save_here
@@ -46,7 +46,7 @@ def other_process(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns a function after which this process knows of roots what one knows that has just been started."""
 
     def forget() -> None:
-        monkeypatch.setattr(seen_roots, "_seen", set())
+        monkeypatch.setattr(roots, "_seen", set())
 
     forget()
     return forget

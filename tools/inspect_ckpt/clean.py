@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 
 from ckpt.ranks.failure import Failure
+from ckpt.storage.directory_root import recycled_path
 from ckpt.storage.interface import Root
-from ckpt.storage.recycled import recycled_path
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_source import LocalStep, StepSource
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from ckpt.exporting.selection import StepTensor, same_value, tensor_leaves
 from ckpt.formats.foreign_files import check_outside, foreign_file
 from ckpt.formats.foreign_state import open_foreign
 from ckpt.formats.lazy_state import FileTensor, LazyState
-from ckpt.formats.leaves import StepTensor, same_value, tensor_leaves
 from ckpt.formats.step_writer import write_step
 from ckpt.loading.fetch import Fetch
 from ckpt.paths import Path, display

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.formats.leaves import same_value
+from ckpt.exporting.selection import same_value
 from ckpt.loading.fetch import Fetch
 
 from .numbers import as_numbers

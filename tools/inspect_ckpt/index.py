@@ -12,7 +12,7 @@ from ckpt.storage.step_source import LocalStep
 from ckpt.storage.store_step import StoreStep
 from ckpt.storage.zarr_entries import Hierarchy
 from ckpt.validation import validate
-from ckpt.validation.database import compressed_places
+from ckpt.validation.checks import compressed_places
 
 from .output import CannotReadError, Exit, Output, size
 from .step import add_step, at_step, open_step

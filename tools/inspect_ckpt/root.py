@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.formats.detection import DESCRIPTIONS, kind_of
 from ckpt.formats.foreign_files import foreign_file
-from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document
+from ckpt.formats.foreign_state import DESCRIPTIONS, kind_of
+from ckpt.storage.documents import FORMAT_VERSION, INTENT, MAX_DOCUMENT_BYTES, decode_document
 from ckpt.storage.interface import MovedStep, Root
 from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.outcomes import Abandoned
@@ -28,7 +28,6 @@ from ckpt.storage.ownership import OwnerState
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.roots import is_object_url, own_directory, own_root
-from ckpt.storage.step_documents import FORMAT_VERSION, INTENT
 from ckpt.storage.step_source import StepSource
 
 from .output import CannotReadError, Output, duration, plural

@@ -20,8 +20,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from ckpt.errors import StorageError
-from ckpt.storage.options import StorageOptions
-from ckpt.storage.stores.interface import About, Store, StoreClock
+from ckpt.storage.stores.interface import About, StorageOptions, Store, StoreClock
 
 __all__ = ["BucketStore", "open_bucket"]
 

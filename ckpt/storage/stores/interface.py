@@ -19,20 +19,59 @@ owners, leases) is above: see `store_root`. `tests/ckpt/objects/test_stores.py` 
 
 Every failure is a `StorageError` that names the place and says what to do, without credentials; its cause is an
 `OSError`, with EACCES if the store does not permit the operation. "Not there" is None, and no error.
+
+`StorageOptions` are what an SDK would take from the environment, credentials among them.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt.errors import StorageError
 
-__all__ = ["About", "Store", "StoreClock", "check_create", "is_denied", "is_key"]
+__all__ = ["About", "StorageOptions", "Store", "StoreClock", "check_create", "is_denied", "is_key"]
+
+
+_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StorageOptions:
+    """Options by name, and the longest time in seconds that a request is repeated while the storage fails.
+
+    They reach the writer processes with the task of a save, over a socket, and nothing else: the text of this object
+    has only their names.
+    """
+
+    given: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    timeout_s: float = 600.0
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None, timeout_s: float) -> StorageOptions:
+        """Return `options`, and what the environment has (``AWS_...``, ``GOOGLE_...``, ``AZURE_...``).
+
+        Both are taken here, so that a writer process, whose environment may be older, has the same. TypeError for an
+        option that is no text, number or bool.
+        """
+        environment = {name.lower(): value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+        found = {}
+        for name, value in (options or {}).items():
+            if not isinstance(value, str | bool | int | float):
+                raise TypeError(f"storage_options[{name!r}] is a {type(value).__name__}, not a string, number or bool")
+            found[name.lower()] = str(value).lower() if isinstance(value, bool) else str(value)
+        return cls(tuple(sorted(found.items())), tuple(sorted(environment.items())), timeout_s)
+
+    def __repr__(self) -> str:
+        return f"StorageOptions({', '.join(name for name, _ in self.given)})"
+
 
 _CLOCK_S = 600.0
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ckpt.errors import StorageError
-from ckpt.storage.options import StorageOptions
-from ckpt.storage.stores.interface import About, Store, StoreClock, is_key
+from ckpt.storage.stores.interface import About, StorageOptions, Store, StoreClock, is_key
 
 __all__ = ["SftpStore", "open_sftp"]
 
@@ -80,7 +79,9 @@ class SftpStore(Store):
         def create(sftp: Any) -> About | None:
             def link(temporary: str) -> bool:
                 try:
-                    sftp._request(_EXTENDED, "hardlink@openssh.com", _encoded(temporary), _encoded(self._file(key)))
+                    sftp._request(
+                        _EXTENDED, "hardlink@openssh.com", os.fsencode(temporary), os.fsencode(self._file(key))
+                    )
                 except FileNotFoundError:
                     raise
                 except OSError:  # a failure without a number; that the name exists, most times
@@ -378,7 +379,3 @@ def _make_folders(sftp: Any, path: str) -> None:
 
 def _about(key: str, status: Any) -> About:
     return About(key, status.st_size, float(status.st_mtime), f"{status.st_size:x}-{status.st_mtime:x}")
-
-
-def _encoded(path: str) -> bytes:
-    return os.fsencode(path)

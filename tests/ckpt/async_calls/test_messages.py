@@ -1,6 +1,6 @@
 import pytest
 
-from ckpt.async_calls.messages import CODEC
+from ckpt.async_calls.writer_main import CODEC
 from ckpt.keeper.messages import Finished, Notice
 from ckpt.ranks.failure import clip
 from inprocess.ipc.packets import PacketError

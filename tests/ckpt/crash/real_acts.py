@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage import step_moves
+from ckpt.storage import directory_root
 from ckpt.storage.directory_root import DirectoryRoot
 from ckpt.storage.documents import decode_document
 from ckpt.storage.stores.directory import DirectoryStore
@@ -62,7 +62,7 @@ class Acts:
                 for name in ("create", "put", "about", "below", "names"):
                     patch.setattr(DirectoryStore, name, self._request(getattr(DirectoryStore, name)))
             else:
-                patch.setattr(step_moves, "has_readers", self._look(READERS, step_moves.has_readers))
+                patch.setattr(directory_root, "has_readers", self._look(READERS, directory_root.has_readers))
                 patch.setattr(DirectoryRoot, "pinned_steps", self._look(PINS, DirectoryRoot.pinned_steps))
                 stack.enter_context(Syscalls().hooked(self._call))
             yield

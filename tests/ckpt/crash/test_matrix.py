@@ -19,9 +19,10 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointError, RemoteTraceback
+from ckpt.storage.directory_root import recycled_path
+from ckpt.storage.documents import intent_of_step
 from ckpt.storage.interface import Root
-from ckpt.storage.recycled import recycled_path
-from ckpt.storage.root import CheckpointRoot, intent_of_step
+from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.roots import open_root
 from tests.ckpt.crash.killers import wait_until, with_writer
 from tests.support import RankGroup, launch_ranks

@@ -16,11 +16,11 @@ import ckpt
 from ckpt.saving.recover import Branch, take_over
 from ckpt.storage import step_reader
 from ckpt.storage.directories import DirectoryLock
+from ckpt.storage.directory_root import StepMoves
 from ckpt.storage.interface import Root
 from ckpt.storage.names import SaveId, parse_save_name, step_name
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.roots import open_root
-from ckpt.storage.step_moves import StepMoves
 from ckpt.storage.store_root import StoreRoot
 from ckpt.storage.stores.directory import DirectoryStore
 from tests.ckpt.crash.exploration import Violation, follow

@@ -97,7 +97,7 @@ sys.meta_path.insert(0, Gate())
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A file, without which exporters wait before they read anything."""
-    return gate(monkeypatch, tmp_path, "ckpt.exporting.worker", "ckpt-export")
+    return gate(monkeypatch, tmp_path, "ckpt.exporting.export", "ckpt-export")
 
 
 def test_multiples_are_exported(tmp_path: Path, queue: AsyncCallsQueue, leak_check: LeakCheck) -> None:

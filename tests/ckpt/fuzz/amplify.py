@@ -35,11 +35,10 @@ from ckpt.storage.documents import canonical_json
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId
 from ckpt.storage.node_packs import NodePacks
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.step_source import LocalStep
 from ckpt.storage.store_root import StoreRoot
-from ckpt.storage.stores.interface import Store
+from ckpt.storage.stores.interface import StorageOptions, Store
 from ckpt.storage.stores.memory import MemoryStore
 from ckpt.validation import validate
 from tests.ckpt.fuzz.mutations import put, without_checksum

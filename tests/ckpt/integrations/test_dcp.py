@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckpt
 from ckpt.integrations.dcp import Reader, Writer, latest_step
-from ckpt.storage import seen_roots
+from ckpt.storage import roots
 from tests.support import LeakCheck, run_ranks
 from tests.support.loads import stopped_until_a_load_waits
 from tests.support.selection import full_only
@@ -450,10 +450,10 @@ def test_a_job_that_has_loaded_nothing_saves_behind_the_newest_step(
 ) -> None:
     """As the background process of ``dcp.async_save`` does: only the trainer has loaded, and it may be replaced."""
     for step in (10, 20):
-        monkeypatch.setattr(seen_roots, "_seen", set())  # as in another process
+        monkeypatch.setattr(roots, "_seen", set())  # as in another process
         dcp.save({"x": step}, storage_writer=Writer(tmp_path / f"step_{step}"))
     for step, words in ((15, "has later steps, the newest is 20"), (20, "step 20 is already published in")):
-        monkeypatch.setattr(seen_roots, "_seen", set())
+        monkeypatch.setattr(roots, "_seen", set())
         with pytest.raises(CheckpointException) as caught:
             dcp.save({"x": step}, storage_writer=Writer(tmp_path / f"step_{step}"))
         error = _failure(caught)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage import seen_roots
+from ckpt.storage import roots
 from ckpt.storage.root import CheckpointRoot
 from tests.ckpt.crash.killers import wait_until
 from tests.ckpt.storage.small_saves import SCENARIOS
@@ -119,7 +119,7 @@ def test_a_save_that_an_ended_job_left_has_its_number_also_without_its_name(plug
 def test_trainings_may_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names tell their checkpoints apart, so another training there is not refused, as it is with a Checkpointer."""
     for name in ("a.ckpt", "b.ckpt"):
-        monkeypatch.setattr(seen_roots, "_seen", set())  # as in another process
+        monkeypatch.setattr(roots, "_seen", set())  # as in another process
         plugin = CkptIO()
         plugin.save_checkpoint(checkpoint(7), tmp_path / name)
         plugin.teardown()
@@ -343,7 +343,7 @@ def _save_with_a_replacement(rank: int, world_size: int, folder: Path, replaced:
     if rank == replaced:  # by a process that has seen and saved nothing
         for directory in plugin._directories.values():
             directory.checkpointer.__exit__(SystemExit, SystemExit(), None)
-        seen_roots._seen.clear()
+        roots._seen.clear()
         plugin = CkptIO(timeout=30)
     plugin.save_checkpoint_on_all_ranks(checkpoint(20), folder / "b.ckpt")
     plugin.teardown()

@@ -14,8 +14,8 @@ from ckpt.saving.for_readers import database_files
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.documents import digest, encode_document, encode_root
 from ckpt.storage.pack_index import PackIndex, Region, StoredArray
-from ckpt.storage.references import references
 from ckpt.storage.zarr_entries import Hierarchy
+from ckpt.storage.zarr_names import references
 from tests.ckpt.storage.chunks import inner_chunk_array
 
 __all__ = ["WORLD_SIZE", "Layouts", "layouts", "write_step"]

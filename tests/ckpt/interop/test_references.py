@@ -20,8 +20,7 @@ from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.compression import Compression
 from ckpt.storage.documents import encode_document
 from ckpt.storage.pack_index import PackIndex, Region, StoredArray
-from ckpt.storage.references import references
-from ckpt.storage.zarr_names import array_names
+from ckpt.storage.zarr_names import array_names, references
 from tests.ckpt.interop import read_references
 from tests.ckpt.interop.by_hand import WORLD_SIZE, layouts, write_step
 from tests.ckpt.interop.standalone_reader import Step

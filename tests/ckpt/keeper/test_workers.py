@@ -7,7 +7,7 @@ import os
 
 import psutil
 
-from ckpt.async_calls.messages import CODEC
+from ckpt.async_calls.writer_main import CODEC
 from ckpt.keeper.trainer_side import Keeper, Worker
 from inprocess.ipc.deadline import Deadline
 from tests.inprocess.coordination.helpers import eventually

@@ -19,14 +19,14 @@ from ckpt.ranks.failure import Failure
 from ckpt.storage.documents import encode_document
 from ckpt.storage.interface import Pending, Root
 from ckpt.storage.names import SaveId, parse_save_name
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.ownership import OwnerState
 from ckpt.storage.records import Records
 from ckpt.storage.roots import open_root
 from ckpt.storage.step_source import HeldStep
 from ckpt.storage.store_root import StoreRoot
-from ckpt.storage.stores.opening import open_store
+from ckpt.storage.stores import open_store
+from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.process import Process
 from tests.support.object_server import Bucket, slow_down
 from tests.support.selection import FULL

@@ -17,10 +17,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
-from ckpt.storage.stores.interface import Store
-from ckpt.storage.stores.opening import open_store
+from ckpt.storage.stores import open_store
+from ckpt.storage.stores.interface import StorageOptions, Store
 from tests.support.object_server import Bucket
 from tests.support.selection import FULL
 from tools.inspect_ckpt.__main__ import main

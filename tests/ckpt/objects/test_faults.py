@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.options import StorageOptions
-from ckpt.storage.stores.interface import Store
-from ckpt.storage.stores.opening import open_store
+from ckpt.storage.stores import open_store
+from ckpt.storage.stores.interface import StorageOptions, Store
 from tests.ckpt.crash.killers import wait_until
 from tests.support import launch_ranks, run_ranks
 from tests.support.object_server import Bucket, Request, S3Server, slow_down

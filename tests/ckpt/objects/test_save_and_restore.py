@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.storage.options import StorageOptions
-from ckpt.storage.stores.opening import open_store
+from ckpt.storage.stores import open_store
+from ckpt.storage.stores.interface import StorageOptions
 from tests.support import run_ranks
 from tests.support.object_server import Bucket, S3Server, bucket_of
 from tests.support.seeds import random_bytes

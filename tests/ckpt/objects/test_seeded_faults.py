@@ -18,9 +18,9 @@ import torch
 import ckpt
 from ckpt.errors import CheckpointError
 from ckpt.storage.names import parse_save_name
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
-from ckpt.storage.stores.opening import open_store
+from ckpt.storage.stores import open_store
+from ckpt.storage.stores.interface import StorageOptions
 from ckpt.validation.checks import validate
 from tests.support import RankGroup, launch_ranks
 from tests.support.object_server import Bucket, Request, slow_down

@@ -17,12 +17,10 @@ import torch
 import ckpt
 from ckpt.errors import StorageError
 from ckpt.storage import files, stores
-from ckpt.storage.options import StorageOptions
-from ckpt.storage.stores import sftp
+from ckpt.storage.stores import open_store, sftp
 from ckpt.storage.stores.directory import DirectoryStore
-from ckpt.storage.stores.interface import Store, StoreClock, check_create, is_denied
+from ckpt.storage.stores.interface import StorageOptions, Store, StoreClock, check_create, is_denied
 from ckpt.storage.stores.memory import MemoryStore
-from ckpt.storage.stores.opening import open_store
 from tests.support.selection import FULL
 from tests.support.sftp_server import SftpServer
 
@@ -49,7 +47,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def test_a_backend_is_one_small_file() -> None:
     assert len(Store.__abstractmethods__) <= 8
     files = [path for path in Path(stores.__path__[0]).glob("*.py") if path.name != "__init__.py"]
-    assert {path.stem for path in files} >= {"bucket", "directory", "interface", "memory", "opening", "sftp"}
+    assert {path.stem for path in files} >= {"bucket", "directory", "interface", "memory", "sftp"}
     for path in files:
         assert len(path.read_text().splitlines()) <= 450, path
 

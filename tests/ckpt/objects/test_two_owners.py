@@ -15,9 +15,9 @@ import torch
 
 import ckpt
 from ckpt.ranks.failure import Failure
-from ckpt.storage.options import StorageOptions
 from ckpt.storage.roots import open_root
-from ckpt.storage.stores.opening import open_store
+from ckpt.storage.stores import open_store
+from ckpt.storage.stores.interface import StorageOptions
 from tests.support.loads import as_another_program
 from tests.support.object_server import Bucket, Request
 from tests.support.selection import FULL, full_only

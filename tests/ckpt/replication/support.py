@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt.replication.connection import Limiter
 from ckpt.replication.held_replicas import ReplicaMemory
-from ckpt.replication.limiter import Limiter
 from ckpt.replication.replica import Address, Piece, Replica
 from ckpt.replication.tcp import TcpTransport
 from ckpt.replication.tcp_server import TcpServer

@@ -6,7 +6,7 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.replication.buddies import buddies
+from ckpt.replication.replica import buddies
 
 NODES = st.lists(st.integers(1, 9), min_size=2, max_size=9)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.keeper.kept_regions import Regions
-from ckpt.keeper.worker_memory import LeftMemory, WorkerMemory
+from ckpt.keeper.kept_memory import LeftMemory, WorkerMemory
+from ckpt.keeper.messages import Regions
 from ckpt.replication.held_replicas import Arrival, ReplicaMemory, usable_bytes
 from ckpt.replication.replica import Replica, TransportError
 from inprocess.ipc.shared_memory import SharedMemory

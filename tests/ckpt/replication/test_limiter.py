@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.replication.limiter import BLOCK_BYTES, MIN_BANDWIDTH, Limiter
+from ckpt.replication.connection import BLOCK_BYTES, MIN_BANDWIDTH, Limiter
 
 
 class Clock:

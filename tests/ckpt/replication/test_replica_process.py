@@ -12,10 +12,9 @@ import pytest
 
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.replication import replica_process
-from ckpt.replication.replica import Address, Replica, TransportError
-from ckpt.replication.replica_messages import Admit, List
+from ckpt.replication.replica import Address, Admit, List, Replica, TransportError
 from ckpt.replication.replica_process import ReplicaWorker
-from ckpt.replication.sender import Sent
+from ckpt.replication.tcp import Sent
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.replication.support import HOST, SECRET, Harm, Relay, content, read, staged

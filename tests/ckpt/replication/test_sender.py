@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.replication.limiter import BLOCK_BYTES, MIN_BANDWIDTH
+from ckpt.replication.connection import BLOCK_BYTES, MIN_BANDWIDTH
 from ckpt.replication.replica import Address, Piece, Replica
-from ckpt.replication.sender import Sender, Sent, Transfer
-from ckpt.replication.tcp import TcpTransport
+from ckpt.replication.tcp import Sender, Sent, TcpTransport, Transfer
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.replication.support import HOST, SECRET, Harm, Relay, bytes_held, content, serving, staged
 from tests.support import LeakCheck

@@ -10,10 +10,9 @@ import pytest
 import torch.distributed as dist
 
 import ckpt
-from ckpt.ranks import attendance, late
+from ckpt.ranks import collectives, rounds
 from ckpt.ranks.collectives import Ranks
-from ckpt.ranks.late import LateRanks
-from ckpt.ranks.rounds import meet
+from ckpt.ranks.rounds import LateRanks, meet
 from ckpt.ranks.stop import Outcome, StopAgreement, StopRequest
 from inprocess.ipc.process import Process
 from tests.ckpt.crash.killers import wait_until
@@ -44,7 +43,7 @@ def test_a_warning_comes_after_half_a_minute_and_then_less_and_less_often() -> N
 
 
 def test_one_of_those_that_wait_names_the_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late, "_FIRST_S", _EARLY_S)
+    monkeypatch.setattr(rounds, "_LATE_S", _EARLY_S)
     store, warned = dist.HashStore(), threading.Event()
     warnings = _Warnings(warned.set)
 
@@ -77,14 +76,14 @@ def test_one_of_those_that_wait_names_the_missing(monkeypatch: pytest.MonkeyPatc
 
 def test_what_a_process_does_is_known_on_its_node() -> None:
     here = Process.here()
-    assert late.described(here) == f"process {here.pid} is running"
-    assert late.described(Process(here.host, here.pid, here.start - 1)) == f"process {here.pid} has ended"
-    assert late.described(Process("elsewhere", 7, 8)) == "process 7 is on another node"
+    assert rounds.described(here) == f"process {here.pid} is running"
+    assert rounds.described(Process(here.host, here.pid, here.start - 1)) == f"process {here.pid} has ended"
+    assert rounds.described(Process("elsewhere", 7, 8)) == "process 7 is on another node"
 
 
 def _one_saves_first(rank: int, world_size: int, root: Path, early: int, planned: bool) -> Any:
     """The other one does when it is missed."""
-    late._FIRST_S = _EARLY_S
+    rounds._LATE_S = _EARLY_S
     missed = root.parent / "missed"
     warnings = _Warnings(missed.touch)
     state = {"w": ckpt.PerRank(rank)}
@@ -128,7 +127,7 @@ def test_a_writer_misses_the_part_of_a_rank_that_does_not_save(tmp_path: Path, e
 
 def _one_finalizes_first(rank: int, world_size: int, folder: Path) -> list[str]:
     """The other one does when it is missed: the queue waits for all ranks in one all_reduce."""
-    late._FIRST_S, attendance.LONG_S = _EARLY_S, _EARLY_S / 2
+    rounds._LATE_S, collectives._ATTENDED_S = _EARLY_S, _EARLY_S / 2
     missed = folder / "missed"
     warnings = _Warnings(missed.touch)
     with ckpt.AsyncCallsQueue(no_dist=False) as queue:
@@ -157,7 +156,7 @@ def test_the_queue_names_the_rank_that_does_not_finalize(tmp_path: Path) -> None
 
 
 def test_a_stop_that_a_rank_takes_no_part_in_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late, "_FIRST_S", _EARLY_S)
+    monkeypatch.setattr(rounds, "_LATE_S", _EARLY_S)
     store = dist.HashStore()
     ranks = [StopAgreement(rank, 3) for rank in range(3)]
     warned = threading.Event()

@@ -12,8 +12,9 @@ import torch
 import ckpt
 from ckpt.storage import directories, files
 from ckpt.storage.directories import lock_shared
-from ckpt.storage.recycled import recycled_path
-from ckpt.storage.root import CheckpointRoot, intent_of_step
+from ckpt.storage.directory_root import recycled_path
+from ckpt.storage.documents import intent_of_step
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 from tests.support import LeakCheck, run_ranks
 from tests.support.saves import save_here

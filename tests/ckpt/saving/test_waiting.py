@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.async_calls.context import WriterContext
+from ckpt.async_calls.writer_main import WriterContext
 from ckpt.errors import CheckpointError, StateError, StorageError
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.failure import Failure

@@ -193,7 +193,7 @@ def test_a_second_sink_of_a_process_leaves_the_first_one_in_place(tmp_path: Path
 
 def test_the_files_of_a_long_job_are_not_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """systemd-tmpfiles removes what is older than ten days; without the socket other ranks would lose their events."""
-    monkeypatch.setattr("ckpt.sinks.node._TOUCH_S", 0.02)
+    monkeypatch.setattr("ckpt.sinks.prometheus._TOUCH_S", 0.02)
     folder = tmp_path / "sinks"
     folder.mkdir()
     with contextlib.closing(Prometheus("lm", port=0, directory=folder)):

@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.storage.root import CheckpointRoot
-from ckpt.storage.seen_roots import note_seen
+from ckpt.storage.roots import note_seen
 from ckpt.validation import validate
 
 __all__ = ["SCENARIOS", "Scenario", "assert_whole", "opened", "save", "state_of"]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import zstd
 
-from ckpt.storage.zstd_frames import compressed, decompressed
+from ckpt.storage.ocdbt import compressed, decompressed
 from tests.ckpt.storage.refused_frames import assert_refused
 from tests.support.seeds import random_bytes
 

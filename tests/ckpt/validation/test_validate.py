@@ -25,7 +25,7 @@ from ckpt.storage.ocdbt import database
 from ckpt.storage.pack_index import PackIndex, StoredArray
 from ckpt.storage.zarr_entries import Hierarchy
 from ckpt.validation import Problem, Report, validate
-from ckpt.validation.database import compressed_places
+from ckpt.validation.checks import compressed_places
 from tests.ckpt.validation.forgery import array_of, reseal_index, reseal_part, reseal_root
 from tests.support import layouts, run_ranks
 from tests.support.saves import save_here

@@ -13,8 +13,9 @@ import pytest
 
 from ckpt.ranks.failure import Failure
 from ckpt.storage.commit import PendingSave
+from ckpt.storage.documents import FORMAT_VERSION
 from ckpt.storage.names import SaveId
-from ckpt.storage.root import FORMAT_VERSION, CheckpointRoot
+from ckpt.storage.root import CheckpointRoot
 from ckpt.validation import validate
 from tests.ckpt.validation.forgery import array_of, reseal_index, reseal_part, reseal_root
 from tests.support.seeds import random_bytes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.loading.consistency import array_name, read_index
-from ckpt.storage.root import FORMAT_VERSION
+from ckpt.storage.documents import FORMAT_VERSION
 from ckpt.validation import Problem, Report, validate
 from tests.support.selection import FULL
 from tests.tools.inspect_ckpt import states

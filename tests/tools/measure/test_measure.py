@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.replication import replica_messages
+from ckpt.replication import replica
 from ckpt.storage.stores.interface import Store
 from tests.support.selection import full_only
 from tools.measure import sources
@@ -130,9 +130,9 @@ def test_the_sources_tell_what_the_running_code_does() -> None:
         [name for name in vars(ckpt.Checkpointer) if not name.startswith("_")]
     )
     modules = {module.name: module for module in sources.modules_of(REPOSITORY, "ckpt")}
-    kinds = replica_messages.CONTROL._kinds | replica_messages.PEERS._kinds
+    kinds = replica.CONTROL._kinds | replica.PEERS._kinds
     of_others = {"DropRegion", "GiveUp", "Notice"}
-    assert sources.message_classes(modules["ckpt.replication.replica_messages"]) == set(kinds) - of_others
+    assert sources.message_classes(modules["ckpt.replication.replica"]) == set(kinds) - of_others
 
 
 def test_the_command_prints_a_table_or_json(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,15 +150,14 @@ def sync_file(path: Path) -> None:
 class Entry:
     """A system: its title, its class `factory` in `module`, and the distribution `package` that it needs.
 
-    `added` says which part of "durable" the system does not do by itself, and we do for it. A system with `only_saves`
-    differs from another in saves alone, and is measured in these alone.
+    A system with `only_saves` differs from another in saves alone, and is measured in these alone. Which part of
+    "durable" a system does not do by itself, and we do for it, is in docs/benchmarks/methods.md.
     """
 
     title: str
     module: str
     factory: str
     package: str
-    added: str
     one_rank_only: bool = False
     reshards: bool = False
     from_memory: bool = False
@@ -166,22 +165,17 @@ class Entry:
     only_saves: bool = False
 
 
-_TORCH_DIR = "fsync of the directory"
-_ALL = "fsync of every file and directory"
-
 SYSTEMS = {
-    "ckpt": Entry("ckpt", "ours", "Ours", "torch", "nothing", reshards=True, from_memory=True, slots=2),
-    "ckpt_reuse": Entry(
-        "ckpt, files reused", "ours", "Reused", "torch", "nothing", from_memory=True, slots=2, only_saves=True
-    ),
-    "torch_save": Entry("torch.save", "peers", "TorchSave", "torch", "fsync, rename of the directory", slots=0),
-    "safetensors": Entry("safetensors", "peers", "Safetensors", "safetensors", "fsync, rename", slots=0),
-    "dcp": Entry("DCP, sync", "dcp", "Dcp", "torch", _TORCH_DIR, reshards=True, slots=0),
-    "dcp_thread": Entry("DCP, thread", "dcp", "DcpThread", "torch", _TORCH_DIR, reshards=True),
-    "dcp_process": Entry("DCP, process", "dcp", "DcpProcess", "torch", _TORCH_DIR, reshards=True),
-    "torchsnapshot": Entry("torchsnapshot", "peers", "Torchsnapshot", "torchsnapshot", _ALL),
-    "torch_checkpointing": Entry("torch_checkpointing", "peers", "TorchCheckpointing", "torch_checkpointing", _ALL),
-    "orbax": Entry("orbax", "peers", "Orbax", "orbax-checkpoint", _ALL, one_rank_only=True),
+    "ckpt": Entry("ckpt", "ours", "Ours", "torch", reshards=True, from_memory=True, slots=2),
+    "ckpt_reuse": Entry("ckpt, files reused", "ours", "Reused", "torch", from_memory=True, slots=2, only_saves=True),
+    "torch_save": Entry("torch.save", "peers", "TorchSave", "torch", slots=0),
+    "safetensors": Entry("safetensors", "peers", "Safetensors", "safetensors", slots=0),
+    "dcp": Entry("DCP, sync", "dcp", "Dcp", "torch", reshards=True, slots=0),
+    "dcp_thread": Entry("DCP, thread", "dcp", "DcpThread", "torch", reshards=True),
+    "dcp_process": Entry("DCP, process", "dcp", "DcpProcess", "torch", reshards=True),
+    "torchsnapshot": Entry("torchsnapshot", "peers", "Torchsnapshot", "torchsnapshot"),
+    "torch_checkpointing": Entry("torch_checkpointing", "peers", "TorchCheckpointing", "torch_checkpointing"),
+    "orbax": Entry("orbax", "peers", "Orbax", "orbax-checkpoint", one_rank_only=True),
 }
 
 

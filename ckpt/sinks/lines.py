@@ -1,15 +1,27 @@
-"""`JsonLines`: a file with one line for each event."""
+"""A line for each event: in a file (`JsonLines`), or as a record of a logger (`Logging`)."""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import stat
+from typing import Any
 
-from ckpt.events import Event, to_document
+from ckpt.events import (
+    Event,
+    EventsDropped,
+    ExportFailed,
+    MirrorFailed,
+    Restarted,
+    RestoreFailed,
+    SaveAbandoned,
+    SectionLate,
+    to_document,
+)
 
-__all__ = ["JsonLines"]
+__all__ = ["JsonLines", "Logging"]
 
 
 class JsonLines:
@@ -67,3 +79,34 @@ def _is_torn(fd: int) -> bool:
     """Return whether the last line of a file has no end: an earlier process was stopped there, or the disk was full."""
     about = os.fstat(fd)
     return stat.S_ISREG(about.st_mode) and about.st_size > 0 and os.pread(fd, 1, about.st_size - 1) != b"\n"
+
+
+_NOT_SHOWN = ("event", "time", "process")
+_BAD = (EventsDropped, ExportFailed, MirrorFailed, Restarted, RestoreFailed, SaveAbandoned, SectionLate)
+
+
+class Logging:
+    """Logs each event: ``SavePublished rank=0 step=100 bytes=4004 ...``.
+
+    To `logger`, or the one of this name. What went wrong has level WARNING, all else `level`. A record has the fields
+    of the event, and its name, in the attribute `ckpt`, for formatters that write JSON.
+    """
+
+    def __init__(self, logger: logging.Logger | str = "ckpt.events", level: int = logging.INFO) -> None:
+        self._logger = logging.getLogger(logger) if isinstance(logger, str) else logger
+        self._level = level
+
+    def __call__(self, event: Event) -> None:
+        """Log an event."""
+        level = max(self._level, logging.WARNING) if isinstance(event, _BAD) else self._level
+        if not self._logger.isEnabledFor(level):
+            return
+        document = to_document(event)
+        text = " ".join(f"{name}={_shown(document[name])}" for name in document if name not in _NOT_SHOWN)
+        self._logger.log(level, "%s %s", document["event"], text, extra={"ckpt": document})
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return repr(value) if isinstance(value, str) else str(value)
