@@ -119,6 +119,7 @@ class LauncherAgent(LocalElasticAgent):
         if end.outcome is not None:
             return end.outcome
         _log.warning("cycle %d is over: %s", self._cycle, end.reason)
+        self._resources.admission.report_others(at_once=True)
         outcome = decide(self._resources, meeting, end, self._cycle, self._worker_group.spec.max_restarts)
         if outcome is None:
             if not self._resources.admission.is_refused:
