@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import pickle
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -36,9 +35,11 @@ from ckpt.saving.host_memory import LIMIT_BYTES, HostLimit, check_host_memory
 from ckpt.saving.layout import LocalBoxes, RankLayout, make_layout
 from ckpt.saving.root_claim import RootClaim
 from ckpt.saving.samples import Replicas
+from ckpt.saving.task import pickled_plan
 from ckpt.storage.compression import Compression
 from ckpt.storage.names import SaveId
 from inprocess.ipc.restart_index import current_restart_index
+from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["CachedPlan", "PlanCache", "PreparedState"]
@@ -66,7 +67,7 @@ class CachedPlan:
     """The plan of all ranks for one structure of state, and what follows from it for this rank.
 
     `key` is a digest of the descriptions of all ranks, from which the plan follows. `boxes` are those that this rank
-    holds, also where others write them. `plan_bytes` is the pickled plan of its writer. `value_owners` are the paths of
+    holds, also where others write them. `pickled` is the plan of its writer, for tasks. `value_owners` are the paths of
     the values that it writes, and whether each is its own alone.
     """
 
@@ -75,7 +76,7 @@ class CachedPlan:
     save_plan: SavePlan
     boxes: LocalBoxes
     layout: RankLayout
-    plan_bytes: bytes
+    pickled: SharedMemory
     value_owners: dict[Path, bool]
     replicas: Replicas
 
@@ -300,8 +301,8 @@ class PlanCache:
         layout = make_layout(plan, rank, boxes)
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
-        plan_bytes = pickle.dumps(layout.plan, protocol=pickle.HIGHEST_PROTOCOL)
-        return CachedPlan(key, description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
+        pickled = pickled_plan(layout.plan)
+        return CachedPlan(key, description, plan, boxes, layout, pickled, owned, Replicas.of(flat, kinds))
 
     def _agree(self, claims: RootClaim | None, claim: bool, step: int, told: bytes = b"") -> list[bytes]:
         """Begin a session, or give an existing one a new nonce; claim the root if need be. Collective.

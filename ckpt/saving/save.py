@@ -418,7 +418,7 @@ class Saver:
             root=self._root.path,
             save=save,
             rank=self._ranks.rank,
-            plan=prepared.cached.plan_bytes,
+            plan=prepared.cached.pickled,
             region=staged.slot.region,
             flag_offset=staged.flag_offset,
             generation=staged.generation,
