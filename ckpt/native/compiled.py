@@ -84,9 +84,10 @@ class Compiled:
         if library.ckpt_record_bytes() != RUN.itemsize << 8 | SEGMENT.itemsize:
             raise ImportError(f"{path} {_OLD}")
         with_lock = ctypes.PyDLL(path)
-        self._look, self._describe = (getattr(with_lock, name, None) for name in ("ckpt_look", "ckpt_describe_tensors"))
-        if self._look is None or self._describe is None:
-            raise ImportError(f"{path} {_OLD}")
+        try:
+            self._look, self._describe = with_lock.ckpt_look, with_lock.ckpt_describe_tensors
+        except AttributeError as error:
+            raise ImportError(f"{path} {_OLD}") from error
         self._look.restype, self._look.argtypes = ctypes.c_int, [ctypes.POINTER(_Look), ctypes.py_object]
         self._describe.restype = ctypes.c_int64
         self._describe.argtypes = [ctypes.py_object, pointer, ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64]

@@ -51,7 +51,7 @@ _TABLES = (
 )
 _NAMES = (*_TABLES, *_ASKED[:2])  # as NAMES in look.c
 _MOST_NESTED = 200  # containers and objects
-_LEAVES = PLAIN_TENSORS | {int, float, bool, str, bytes, NoneType, np.ndarray}
+_LEAVES: frozenset[type[Any]] = PLAIN_TENSORS | {int, float, bool, str, bytes, NoneType, np.ndarray}
 _NO_STATEFUL = (PerRank, RngState, torch.Tensor, np.ndarray, Mapping, list, deque, tuple, Namespace)
 
 
@@ -72,9 +72,9 @@ class _Kind(IntEnum):
 
 
 _MARKS = tuple(range(_Kind.UNKNOWN))
-_CONTAINERS = MappingProxyType({dict: int(_Kind.DICT), OrderedDict: int(_Kind.ORDERED)})
+_CONTAINERS: Mapping[type[Any], _Kind] = MappingProxyType({dict: _Kind.DICT, OrderedDict: _Kind.ORDERED})
 _KINDS: Mapping[type[Any], int] = MappingProxyType(
-    dict.fromkeys(_LEAVES, int(_Kind.PART)) | dict.fromkeys(PLAIN_TENSORS, int(_Kind.TENSOR)) | _CONTAINERS
+    {**dict.fromkeys(_LEAVES, _Kind.PART), **dict.fromkeys(PLAIN_TENSORS, _Kind.TENSOR), **_CONTAINERS}
 )
 
 
@@ -94,7 +94,7 @@ class StateLook:
         self._ask_for = ask
         self._before: dict[int, Any] = {}  # state dicts of `stateful`, by number
         self._kinds = dict(_KINDS)
-        self._kinds.update(dict.fromkeys(filter(is_registered_value, _CONTAINERS), int(_Kind.PART)))
+        self._kinds.update(dict.fromkeys(filter(is_registered_value, _CONTAINERS), _Kind.PART))
         self.is_known = False
         if can_look():
             self.is_known = not look(state, self._arguments(0 if structure else -1)) and bool(self.tensors)
