@@ -15,6 +15,7 @@ import logging
 import os
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -125,6 +126,7 @@ class PlanCache:
         self._attempt = 0  # how often in a row the last step was to be saved
         self._former_nonce = b""  # of the last session that was ended, since the last fault
         self._returns = 0  # how often steps went back in this session
+        self._pickled: weakref.WeakSet[SharedMemory] = weakref.WeakSet()  # of all plans that there still are
 
     @property
     def session(self) -> str | None:
@@ -250,6 +252,12 @@ class PlanCache:
         self._session, self._former_nonce = None, b""  # a rank that replaces another has had no session
         self._last_step, self._attempt, self._returns = -1, 0, 0
 
+    def close(self) -> None:
+        """Forget all plans, and free their memory; saves in flight have sent it to their writers. Idempotent."""
+        self.forget()
+        for region in tuple(self._pickled):
+            region.close()
+
     def begin_attempt(self, step: int) -> None:
         """Count the attempts to save a step. To be called once for each save, before anything can fail."""
         self._attempt = self._attempt + 1 if step == self._last_step else 0
@@ -302,6 +310,7 @@ class PlanCache:
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
         pickled = pickled_plan(layout.plan)
+        self._pickled.add(pickled)
         return CachedPlan(key, description, plan, boxes, layout, pickled, owned, Replicas.of(flat, kinds))
 
     def _agree(self, claims: RootClaim | None, claim: bool, step: int, told: bytes = b"") -> list[bytes]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import weakref
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -128,12 +129,25 @@ def pickled_plan(plan: WritePlan) -> SharedMemory:
     return region
 
 
-@functools.lru_cache(maxsize=2)
 def unpickled_plan(region: SharedMemory) -> WritePlan:
     """Return the plan of a task, which the trainer of this writer has made.
 
-    Kept from one save to the next, with all that it has computed.
+    Kept from one save to the next, with all that it has computed; the region is not.
     """
+    return _unpickled_plan(region.region_id, _Unhashed(weakref.ref(region)))
+
+
+@dataclass(frozen=True)
+class _Unhashed:
+    """A region, that makes no difference for what is kept."""
+
+    region: weakref.ref[SharedMemory] = field(compare=False)
+
+
+@functools.lru_cache(maxsize=2)
+def _unpickled_plan(_region_id: str, unhashed: _Unhashed) -> WritePlan:
+    region = unhashed.region()
+    assert region is not None
     plan: WritePlan = pickle.loads(region.buffer)
     return plan
 
