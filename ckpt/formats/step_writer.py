@@ -11,7 +11,6 @@ without torch.
 from __future__ import annotations
 
 import bisect
-import pickle
 import secrets
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.save_plan import make_save_plan
 from ckpt.ranks.failure import Failure
 from ckpt.saving.layout import RankLayout, make_layout
-from ckpt.saving.task import PlannedFile, SaveOptions, WritePlan, WriteTask
+from ckpt.saving.task import PlannedFile, SaveOptions, WritePlan, WriteTask, pickled_plan
 from ckpt.saving.write import ShareWriter
 from ckpt.staging.copy_table import CopyOp
 from ckpt.storage.chunk_layout import in_pages
@@ -96,7 +95,7 @@ def _task(
         storage=root.options,
         save=save,
         rank=0,
-        plan=pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL),
+        plan=pickled_plan(plan),
         region=region,
         flag_offset=flag_offset,
         generation=_GENERATION,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = [
     "RUN",
     "SEGMENT",
     "blosc_frame",
+    "can_look",
     "check_pieces",
     "choose",
     "copy_runs",
@@ -30,6 +32,7 @@ __all__ = [
     "crc32c_joined",
     "describe_tensors",
     "digest",
+    "look",
     "read_checked",
     "warn_if_portable",
 ]
@@ -117,15 +120,16 @@ def crc32c_joined(first: int, second: int, second_bytes: int) -> int:
 
 
 def describe_tensors(
-    tensors: np.ndarray[Any, np.dtype[np.uint64]],
+    tensors: list[Any],
     getters: np.ndarray[Any, np.dtype[np.uint64]],
     strided: int,
+    layout: np.ndarray[Any, np.dtype[np.uint64]],
 ) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], np.ndarray[Any, np.dtype[np.int64]]] | None:
     """Return the addresses of the elements of tensors, and one array of their dtypes, devices, sizes and strides.
 
-    None if one of them has another layout than `strided`, and without the compiled functions. `tensors` are the
-    addresses of their implementations, `getters` those of functions of libtorch: see tensors.c. Keeps the interpreter's
-    lock.
+    None if one of them is conjugated or negated, or has another layout than `strided`, and without the compiled
+    functions. `getters` are the addresses of functions of libtorch, `layout` where the parts of a tensor are: see
+    tensors.c. Keeps the interpreter's lock.
     """
     if _engine is portable:
         return None
@@ -133,7 +137,7 @@ def describe_tensors(
     room = np.empty(_WORDS * len(tensors), np.int64)
     words = _NO_ROOM
     while words == _NO_ROOM:
-        words = _engine.describe_tensors(tensors, getters, strided, addresses, room)
+        words = _engine.describe_tensors(tensors, getters, strided, layout, addresses, room)
         if words == _NO_ROOM:
             room = np.empty(4 * len(room), np.int64)
     return None if words < 0 else (addresses, room[:words])
@@ -149,6 +153,20 @@ def digest(data: memoryview, key: bytes) -> bytes:
         raise ValueError(f"{data.nbytes} bytes are not whole pages, or {len(key)} bytes are not a key")
     made: bytes = _engine.digest(np.frombuffer(data, np.uint8), key)
     return made
+
+
+def can_look() -> bool:
+    """Return whether `look` can be called: with the compiled functions, and objects as those of CPython are."""
+    return _engine is not portable and object.__basicsize__ == 2 * np.dtype(np.intp).itemsize
+
+
+def look(state: Any, arguments: Mapping[str, Any]) -> int:
+    """Look at the containers of a state. The arguments are the fields of `struct look` in look.c, up to `length`.
+
+    Returns 0 if all of the state could be seen, and has the structure that is given. Raises what the functions raise
+    that are among the arguments. Keeps the interpreter's lock.
+    """
+    return int(_engine.look(state, arguments))
 
 
 def read_checked(fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:

@@ -1,6 +1,6 @@
-"""The functions of `ckpt.native` in C: crc32c.c, digest.c, frames.c, moves.c and tensors.c. They run without the lock.
+"""The functions of `ckpt.native` in C: crc32c.c, digest.c, frames.c, moves.c. They run without the interpreter lock.
 
-Only those of tensors.c, which are short, keep it.
+Those of look.c and tensors.c, which are about objects of Python, keep it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _OLD = "was compiled from another version of its source; install the package again (`pip install .`)"
 _BUFFER_BYTES = 256 << 10  # stays in a core's cache
+_TYPES = 32  # as SLOTS in look.c
 
 
 def load() -> Compiled | None:
@@ -37,6 +39,23 @@ class _Buffer(threading.local):
 
     def __init__(self) -> None:
         self.memory = (ctypes.c_char * _BUFFER_BYTES)()
+
+
+class _Look(ctypes.Structure):
+    """The arguments of `ckpt_look`, as in look.c."""
+
+    _fields_ = (
+        *((name, ctypes.py_object) for name in ("kinds", "classify", "ask")),
+        ("marks", ctypes.py_object * 9),
+        ("names", ctypes.py_object * 8),
+        *((name, ctypes.py_object) for name in ("none", "dict", "text", "number")),
+        *((name, ctypes.py_object) for name in ("structure", "tensors", "parts", "read")),
+        ("at", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("calls", ctypes.c_int64),
+        ("types", ctypes.c_void_p * _TYPES),
+        ("codes", ctypes.c_int64 * _TYPES),
+    )
 
 
 class Compiled:
@@ -65,12 +84,14 @@ class Compiled:
             function.restype, function.argtypes = result, arguments
         if library.ckpt_record_bytes() != RUN.itemsize << 8 | SEGMENT.itemsize:
             raise ImportError(f"{path} {_OLD}")
-        describe = getattr(ctypes.PyDLL(path), "ckpt_describe_tensors", None)
-        if describe is None:
-            raise ImportError(f"{path} {_OLD}")
-        describe.restype = ctypes.c_int64
-        describe.argtypes = [pointer, size, pointer, ctypes.c_int32, pointer, pointer, ctypes.c_int64]
-        self._describe = describe
+        with_lock = ctypes.PyDLL(path)
+        try:
+            self._look, self._describe = with_lock.ckpt_look, with_lock.ckpt_describe_tensors
+        except AttributeError as error:
+            raise ImportError(f"{path} {_OLD}") from error
+        self._look.restype, self._look.argtypes = ctypes.c_int, [ctypes.POINTER(_Look), ctypes.py_object]
+        self._describe.restype = ctypes.c_int64
+        self._describe.argtypes = [ctypes.py_object, pointer, ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64]
         self._buffer = _Buffer()
 
     def choose(self, most: int) -> int:
@@ -113,11 +134,14 @@ class Compiled:
         found = self._library.ckpt_check_pieces(_address(data), start, data.nbytes, _address(segments), len(segments))
         return int(found) == 0
 
-    def describe_tensors(self, tensors: Array, getters: Array, strided: int, addresses: Array, room: Array) -> int:
-        own, count = _address(tensors), len(tensors)
-        return int(
-            self._describe(own, count, _address(getters), strided, _address(addresses), _address(room), len(room))
-        )
+    def describe_tensors(
+        self, tensors: list[Any], getters: Array, strided: int, layout: Array, addresses: Array, room: Array
+    ) -> int:
+        arrays = _address(getters), strided, _address(layout), _address(addresses), _address(room)
+        return int(self._describe(tensors, *arrays, len(room)))
+
+    def look(self, state: Any, arguments: Mapping[str, Any]) -> int:
+        return int(self._look(ctypes.byref(_Look(**arguments)), state))
 
 
 def _address(array: np.ndarray[Any, np.dtype[Any]]) -> int:

@@ -9,8 +9,9 @@
 uint32_t ckpt_crc32c(uint32_t crc, const uint8_t *data, size_t bytes);
 
 /* The same, of the bytes that are stored at `to`, whatever others do to `from` meanwhile. No overlap. What was stored
- * may have gone past the caches. */
+ * may have gone past the caches: `ckpt_crc32c_copied`, after the last copy, puts it before what is stored later. */
 uint32_t ckpt_crc32c_copy(uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes);
+void ckpt_crc32c_copied(void);
 
 /* The checksum of what has the checksum `first`, followed by `second_bytes` bytes with the checksum `second`. */
 uint32_t ckpt_crc32c_joined(uint32_t first, uint32_t second, uint64_t second_bytes);

@@ -34,6 +34,7 @@ void ckpt_copy_runs(struct run *runs, uint64_t count) {
         uint8_t *target = (uint8_t *)(uintptr_t)run->seal_at;
         for (int n = 0; target && n < CHECKSUM_BYTES; n++) target[n] = (uint8_t)(crc >> (8 * n));
     }
+    ckpt_crc32c_copied();
 }
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
@@ -167,6 +168,7 @@ int ckpt_read_pieces(int fd, const struct segment *segments, uint64_t count, uin
     struct window window = {fd, 0, buffer, buffer_bytes, 0, 0};
     int error = 0;
     for (skip_empty(&left); !error && left.next < left.end;) error = read_block(&window, &left);
+    ckpt_crc32c_copied();
     return error;
 }
 
@@ -176,6 +178,7 @@ int ckpt_check_pieces(uint8_t *data, uint64_t start, uint64_t bytes, const struc
     struct window window = {-1, 1, data, bytes, start, bytes};
     int error = 0;
     for (skip_empty(&left); !error && left.next < left.end;) error = read_block(&window, &left);
+    ckpt_crc32c_copied();
     return error;
 }
 

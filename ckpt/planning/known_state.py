@@ -26,7 +26,7 @@ from ckpt.errors import CheckpointError
 from ckpt.paths import Path
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten, flatten_parts, state_dict_of
-from ckpt.planning.state_look import StateLook
+from ckpt.planning.state_look import Names, StateLook
 from ckpt.planning.tensor_records import TensorRecords
 from ckpt.planning.tensors import LocalBox, without_graph
 
@@ -64,7 +64,7 @@ class KnownStates:
                 flat.described = self._description
             self._description = flat.describe()
             if self._tries and len(flat.tensors) > _FEW:
-                self._known = _Known.of(flat, StateLook(state, asked, named=True), asked)
+                self._known = _Known.of(flat, StateLook(state, asked), asked)
                 self._tries = self._tries - 1 if self._known is None else _TRIES
         return flat
 
@@ -110,7 +110,7 @@ class _Known:
     leaves: dict[Path, _KnownLeaf]
     are_contiguous: Array
     on_cpu: Array
-    owner_paths: list[Path]
+    stateful_paths: list[Path]
     part_paths: list[Path]
     parts: StateDescription
     description: StateDescription
@@ -119,30 +119,28 @@ class _Known:
     @classmethod
     def of(cls, flat: FlatState, look: StateLook, asked: _StateDicts) -> _Known | None:
         """Return the known state. None if the look found other leaves than `flatten`, or later ones could."""
-        if look.structure is None or any(map(torch.Tensor.is_complex, look.tensors)):
-            return None  # complex ones are conjugated or not, which no record tells
-        records, parts = (
-            TensorRecords.of(look.tensors),
-            flatten_parts(zip(look.part_paths, look.parts, strict=True), asked),
-        )
+        if not look.is_known:
+            return None
+        names, records = Names(look.structure), TensorRecords.of(look.tensors)
+        parts = flatten_parts(zip(names.parts, look.parts, strict=True), asked)
         description, of_parts = flat.describe(), parts.describe()
-        names, aliases = set(look.paths), flat.aliases
-        if records is None or len(names) != len(look.paths) or not names.isdisjoint(of_parts.tensors):
+        named, aliases = set(names.tensors), flat.aliases
+        if records is None or len(named) != len(names.tensors) or not named.isdisjoint(of_parts.tensors):
             return None
         found = (
-            {path: leaf.spec for path, leaf in flat.tensors.items() if path not in names},
+            {path: leaf.spec for path, leaf in flat.tensors.items() if path not in named},
             description.values,
-            {path: to for path, to in aliases.items() if path not in names or to not in names},
+            {path: to for path, to in aliases.items() if path not in named or to not in named},
         )
         if found != (of_parts.tensors, of_parts.values, of_parts.aliases):
             return None
         try:
-            leaves = [flat.tensors[aliases.get(path, path)] for path in look.paths]
+            leaves = [flat.tensors[aliases.get(path, path)] for path in names.tensors]
         except KeyError:
             return None
         if not records.are_equal(TensorRecords.of([leaf.local for leaf in leaves])):
             return None
-        numbered = enumerate(zip(look.paths, leaves, strict=True))
+        numbered = enumerate(zip(names.tensors, leaves, strict=True))
         return cls(
             look.structure,
             records,
@@ -150,8 +148,8 @@ class _Known:
             {p: _KnownLeaf(n, leaf.spec, leaf.boxes, leaf.writeable) for n, (p, leaf) in numbered if p not in aliases},
             np.fromiter(map(torch.Tensor.is_contiguous, look.tensors), bool, len(leaves)),
             np.fromiter(map(attrgetter("is_cpu"), look.tensors), bool, len(leaves)),
-            [owner.path for owner in look.owners],
-            look.part_paths,
+            names.stateful,
+            names.parts,
             of_parts,
             description,
         )
@@ -159,10 +157,10 @@ class _Known:
     def again(self, state: Any, asked: _StateDicts) -> FlatState | None:
         """Return the flat form of a later state, if its leaves are those that are known."""
         try:
-            look = StateLook(state, asked, named=False)
+            look = StateLook(state, asked, self.structure)
         except CheckpointError:
             return None  # an object could not be asked, which `flatten` raises with its path
-        if look.structure is None or look.structure != self.structure:
+        if not look.is_known:
             return None
         try:
             parts = flatten_parts(zip(self.part_paths, look.parts, strict=True), asked)
@@ -181,8 +179,6 @@ class _Known:
             self.records = records
         if not self._are_apart(parts):
             return None
-        for owner, path in zip(look.owners, self.owner_paths, strict=True):
-            owner.path = path
         return _KnownState(self, look, parts)
 
     def _are_apart(self, parts: FlatState) -> bool:
@@ -252,7 +248,7 @@ class _KnownState(FlatState):
             values=parts.values,
             aliases=dict(known.description.aliases),
             containers=dict(known.description.containers),
-            owners=[*look.owners, *parts.owners],
+            owners=[*look.owners(known.stateful_paths), *parts.owners],
             described=known.description,
         )
         self._known = known

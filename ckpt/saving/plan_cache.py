@@ -13,9 +13,9 @@ import contextlib
 import hashlib
 import logging
 import os
-import pickle
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,9 +36,11 @@ from ckpt.saving.host_memory import LIMIT_BYTES, HostLimit, check_host_memory
 from ckpt.saving.layout import LocalBoxes, RankLayout, make_layout
 from ckpt.saving.root_claim import RootClaim
 from ckpt.saving.samples import Replicas
+from ckpt.saving.task import pickled_plan
 from ckpt.storage.compression import Compression
 from ckpt.storage.names import SaveId
 from inprocess.ipc.restart_index import current_restart_index
+from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
 
 __all__ = ["CachedPlan", "PlanCache", "PreparedState"]
@@ -66,7 +68,7 @@ class CachedPlan:
     """The plan of all ranks for one structure of state, and what follows from it for this rank.
 
     `key` is a digest of the descriptions of all ranks, from which the plan follows. `boxes` are those that this rank
-    holds, also where others write them. `plan_bytes` is the pickled plan of its writer. `value_owners` are the paths of
+    holds, also where others write them. `pickled` is the plan of its writer, for tasks. `value_owners` are the paths of
     the values that it writes, and whether each is its own alone.
     """
 
@@ -75,7 +77,7 @@ class CachedPlan:
     save_plan: SavePlan
     boxes: LocalBoxes
     layout: RankLayout
-    plan_bytes: bytes
+    pickled: SharedMemory
     value_owners: dict[Path, bool]
     replicas: Replicas
 
@@ -124,6 +126,7 @@ class PlanCache:
         self._attempt = 0  # how often in a row the last step was to be saved
         self._former_nonce = b""  # of the last session that was ended, since the last fault
         self._returns = 0  # how often steps went back in this session
+        self._pickled: weakref.WeakSet[SharedMemory] = weakref.WeakSet()  # of all plans that there still are
 
     @property
     def session(self) -> str | None:
@@ -249,6 +252,12 @@ class PlanCache:
         self._session, self._former_nonce = None, b""  # a rank that replaces another has had no session
         self._last_step, self._attempt, self._returns = -1, 0, 0
 
+    def close(self) -> None:
+        """Forget all plans, and free their memory; saves in flight have sent it to their writers. Idempotent."""
+        self.forget()
+        for region in tuple(self._pickled):
+            region.close()
+
     def begin_attempt(self, step: int) -> None:
         """Count the attempts to save a step. To be called once for each save, before anything can fail."""
         self._attempt = self._attempt + 1 if step == self._last_step else 0
@@ -300,8 +309,9 @@ class PlanCache:
         layout = make_layout(plan, rank, boxes)
         owned = {path: False for path, owner in plan.value_owners.items() if owner == rank}
         owned |= {path: True for path, ranks in plan.per_rank_values.items() if rank in ranks}
-        plan_bytes = pickle.dumps(layout.plan, protocol=pickle.HIGHEST_PROTOCOL)
-        return CachedPlan(key, description, plan, boxes, layout, plan_bytes, owned, Replicas.of(flat, kinds))
+        pickled = pickled_plan(layout.plan)
+        self._pickled.add(pickled)
+        return CachedPlan(key, description, plan, boxes, layout, pickled, owned, Replicas.of(flat, kinds))
 
     def _agree(self, claims: RootClaim | None, claim: bool, step: int, told: bytes = b"") -> list[bytes]:
         """Begin a session, or give an existing one a new nonce; claim the root if need be. Collective.

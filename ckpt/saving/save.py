@@ -336,7 +336,7 @@ class Saver:
             self._listening = False
             self._queue.stop_listening(self._listen)
         self.root_claim.close()
-        self._plans.forget()
+        self._plans.close()
         if not finishes_within(ending.before_end(ending.left_s / 2), self._leave_root, "ckpt-leave"):
             _log.warning("%s does not answer: other processes learn by a lease that this one has left", self._root.path)
         try:
@@ -418,7 +418,7 @@ class Saver:
             root=self._root.path,
             save=save,
             rank=self._ranks.rank,
-            plan=prepared.cached.plan_bytes,
+            plan=prepared.cached.pickled,
             region=staged.slot.region,
             flag_offset=staged.flag_offset,
             generation=staged.generation,

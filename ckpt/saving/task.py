@@ -4,13 +4,15 @@
     trainer ◀-- ReplicasDiffer, SlotFree --------------------------------- writer
     trainer ◀-- SharePublished, StepsRemoved, Abandoned, NotDurable ------ writer
 
-A task holds the plan as bytes that are made once for a structure of state; the writer keeps what it unpickles of them.
+The plan is made once for a structure of state. It is in memory of its own, which a writer gets with the first task that
+refers to it; the writer keeps what it unpickles of that.
 """
 
 from __future__ import annotations
 
 import functools
 import pickle
+import weakref
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,6 +50,7 @@ __all__ = [
     "are_in",
     "from_event",
     "pack_offsets",
+    "pickled_plan",
     "to_event",
     "unpickled_plan",
 ]
@@ -118,13 +121,34 @@ class WritePlan:
     has_own_files: bool = True
 
 
-@functools.lru_cache(maxsize=2)
-def unpickled_plan(data: bytes) -> WritePlan:
-    """Return the plan in the bytes of a task, which the trainer of this writer has made.
+def pickled_plan(plan: WritePlan) -> SharedMemory:
+    """Return a plan as the tasks of all its saves hold it."""
+    data = pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+    region = SharedMemory.create("ckpt-plan", len(data))
+    region.buffer[:] = data
+    return region
 
-    Kept from one save to the next, with all that it has computed.
+
+def unpickled_plan(region: SharedMemory) -> WritePlan:
+    """Return the plan of a task, which the trainer of this writer has made.
+
+    Kept from one save to the next, with all that it has computed; the region is not.
     """
-    plan: WritePlan = pickle.loads(data)
+    return _unpickled_plan(region.region_id, _Unhashed(weakref.ref(region)))
+
+
+@dataclass(frozen=True)
+class _Unhashed:
+    """A region, that makes no difference for what is kept."""
+
+    region: weakref.ref[SharedMemory] = field(compare=False)
+
+
+@functools.lru_cache(maxsize=2)
+def _unpickled_plan(_region_id: str, unhashed: _Unhashed) -> WritePlan:
+    region = unhashed.region()
+    assert region is not None
+    plan: WritePlan = pickle.loads(region.buffer)
     return plan
 
 
@@ -148,7 +172,7 @@ class SaveOptions:
 
 
 # Thousands of offsets, the same in each save: pickled one by one they would take longer than a hundred tensors.
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=8)  # a program may save several states
 def pack_offsets(offsets: frozenset[int]) -> bytes:
     """Return a set of offsets as bytes, for a task."""
     return array("Q", offsets).tobytes()
@@ -173,7 +197,7 @@ def _sorted_offsets(data: bytes) -> Array:
 class WriteTask:
     """One rank's share of one save, as its writer process gets it.
 
-    `plan` is a pickled `WritePlan`. `region` is the slot with the files; they are complete when the 8 bytes at
+    `plan` is of `pickled_plan`. `region` is the slot with the files; they are complete when the 8 bytes at
     `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `checksummed` are the offsets in
     the slot, as bytes, of what has its checksum behind it. `values` are the (encoded) leaves that are not tensors,
     `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `lineage` is what the
@@ -185,7 +209,7 @@ class WriteTask:
     root: str
     save: SaveId
     rank: int
-    plan: bytes
+    plan: SharedMemory
     region: SharedMemory
     flag_offset: int
     generation: int

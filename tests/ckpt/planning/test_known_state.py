@@ -365,6 +365,26 @@ _CHANGES: dict[str, Callable[[State], Any]] = {
 }
 
 
+def _nested(depth: int) -> State:
+    state: State = _tensors()
+    for _ in range(depth):
+        state = {"inner": state}
+    return state
+
+
+def test_a_state_that_is_nested_deeply_is_recognised_or_flattened() -> None:
+    for depth in (20, 95):
+        _known(_nested(depth))
+    module = torch.nn.Sequential(*map(torch.nn.Linear, [2] * _COUNT, [3] * _COUNT))
+    for depth in range(3):
+        module = torch.nn.Sequential(*[torch.nn.Identity()] * depth, module)
+    _known({"model": module})
+    for _ in range(120):
+        module = torch.nn.Sequential(module)
+    states = KnownStates()
+    assert not any(_is_known(states, {"model": module}) for _ in range(2))
+
+
 @pytest.mark.parametrize("change", _CHANGES)
 def test_a_change_is_noticed(change: str) -> None:
     state = _training()
@@ -460,11 +480,15 @@ def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
         states.flatten(state)
 
 
-def test_complex_tensors_are_not_remembered() -> None:
-    """They may be conjugated in place, which no record tells."""
-    state = {"model": {**_tensors(), "z": torch.ones(2, dtype=torch.complex64)}}
-    states = KnownStates()
-    assert not any(_is_known(states, state) for _ in range(2))
+@pytest.mark.parametrize(
+    "change", [torch.conj, lambda z: z.conj().clone(), lambda z: z.mT, torch.Tensor.conj_physical_]
+)
+def test_a_complex_tensor_that_is_conjugated_is_noticed(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    state = {"model": {**_tensors(), "z": torch.tensor([[1j, 2], [3, 4 - 1j]])}}
+    states = _known(state)
+    state["model"]["z"].data = change(state["model"]["z"].data)
+    for _ in range(3):
+        _is_known(states, state)
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
@@ -643,6 +667,28 @@ def test_an_object_that_moves_tensors_when_it_is_asked(where: Callable[[Any], An
         known = flat.memory_of(paths)
         assert known is not None
         assert known[0].tolist() == [flat.tensors[path].local.data_ptr() for path in paths]
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict, lambda items: [*dict(items).values()]])
+def test_an_object_that_replaces_tensors_beside_it_when_it_is_asked(make: Callable[[Any], Any]) -> None:
+    """They are those of the save, and memory that is not used any more is not read."""
+
+    class Replacing(_Application):
+        beside: Any = None
+
+        def state_dict(self) -> State:
+            for key in list(self.beside) if isinstance(self.beside, dict) else range(len(self.beside or ())):
+                if isinstance(self.beside[key], torch.Tensor):
+                    self.beside[key] = torch.full_like(self.beside[key], 7.0)
+            return {"n": 1}
+
+    state = {"beside": make([("object", replacing := Replacing()), *_tensors().items()])}
+    states = _known(state)
+    replacing.beside = state["beside"]
+    for _ in range(3):
+        flat = states.flatten(state)
+        assert all((leaf.local == 7).all() for leaf in flat.tensors.values())
+        assert _seen(flat)
 
 
 def test_memory_that_is_replaced_while_a_save_waits_for_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

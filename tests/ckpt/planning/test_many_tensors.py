@@ -1,12 +1,17 @@
 """Dicts of many tensors, which are looked at together: those that are not like the others are stored as they are."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+import ckpt
 from ckpt import Checkpointer
-from ckpt.errors import StateError
+from ckpt.async_calls.call import pickled
+from ckpt.async_calls.request import AsyncRequest
+from ckpt.errors import StateError, WriterError
 from ckpt.planning.state_dict import flatten
 
 _COUNT = 40
@@ -115,3 +120,31 @@ def test_many_tensors_come_back(tmp_path: Path) -> None:
         assert checkpointer.restore({"model": state}) == 1
     for name, tensor in state.items():
         assert torch.equal(tensor, expected[name])
+
+
+def test_a_plan_is_sent_to_each_writer_once(tmp_path: Path) -> None:
+    """Not with each save; and also to one that replaces another, and for another structure of the state."""
+    state = {f"layer.{number}": torch.zeros(4) for number in range(2000)}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(1, 5):
+            if step == 3:
+                checkpointer.queue.schedule_async_request(AsyncRequest(_die, (), []))
+                with pytest.raises(WriterError, match="SIGKILL"):
+                    checkpointer.queue.maybe_finalize_async_calls(blocking=True)
+            if step == 4:
+                state["more"] = torch.ones(5)
+            for tensor in state.values():
+                tensor.add_(1)
+            request = checkpointer.save_request({"model": state}, step)
+            message = pickled(request.async_fn.in_writer, {})
+            assert os.fstat(message).st_size < 20_000
+            os.close(message)
+            checkpointer.queue.schedule_async_request(request)
+            checkpointer.maybe_finalize(blocking=True)
+            loaded = ckpt.load(tmp_path / f"step_{step:08}")["model"]
+            assert loaded.keys() == state.keys()
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -94,7 +94,7 @@ class _Job:
         options = SaveOptions()
         region: Any = None
         task = WriteTask(
-            self.pending.root.path, self.pending.save, rank, b"", region, 0, 0, [], {}, options, Process.here()
+            self.pending.root.path, self.pending.save, rank, region, region, 0, 0, [], {}, options, Process.here()
         )
         lock = _Lock(rank // per_node, holders, rank)
         context = WriterContext(0, lambda: None, lambda event: None, lambda: False, {}, lambda: self.nudges)
@@ -157,7 +157,7 @@ def test_others_are_not_taken_for_dead_because_this_process_was_suspended(
     context = WriterContext(0, lambda: None, lambda event: None, lambda: True, {}, lambda: 0)
     region: Any = None
     pending = _begun(tmp_path, 2)
-    task = WriteTask(pending.root.path, pending.save, 1, b"", region, 0, 0, [], {}, SaveOptions(), Process.here())
+    task = WriteTask(pending.root.path, pending.save, 1, region, region, 0, 0, [], {}, SaveOptions(), Process.here())
     wait = Waiting(task, 2, context, "a test", awaited=lambda: [0], pending=pending)
     with pytest.raises(OrphanedError):
         all(clock.now < 1100 for _ in wait)
