@@ -402,7 +402,7 @@ def test_closing_a_holder_ends_all_connections(leak_check: LeakCheck) -> None:
         sock = socket.create_connection(_pair(server.address))
         server.close()
         with pytest.raises(TransportError):
-            remote.replicas()
+            remote.read_into(Replica("1", 0, SIZE, SIZE), 0, memoryview(bytearray(1)))
         sock.settimeout(10)
         with contextlib.suppress(ConnectionResetError):
             while sock.recv(100):
