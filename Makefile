@@ -72,7 +72,7 @@ BENCH_ARGS ?=
 
 bench: $(INSTALLED)
 	$(BIN)/python -m tools.bench systems $(BENCH_ARGS)
-	$(BIN)/python -m tools.bench validate restart recover coordination
+	$(BIN)/python -m tools.bench save validate restart recover coordination
 
 # With the other systems that are not installed yet, if they can be installed; without them otherwise.
 bench-full: $(INSTALLED)

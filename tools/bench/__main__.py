@@ -35,6 +35,10 @@ KINDS = {
         "saves and loads, beside those of other libraries: stall, time to durable, load, memory, files",
         "tools.bench.systems.command",
     ),
+    "save": Kind(
+        "one save in detail: stall, time to durable, what it costs training, memory",
+        "tools.bench.save",
+    ),
     "small": Kind(
         "CPU that a save of many small tensors takes of training: in dicts, a module, an optimizer",
         "tools.bench.small",

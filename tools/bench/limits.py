@@ -29,6 +29,7 @@ _READ_BLOCK_BYTES = 4 << 20
 _SOURCE_BYTES = 256 << 20
 _COPY_THREADS = 2
 _WRITE_THREADS = (1, 4)
+_FILE_THREADS = 6
 _READ_THREADS = 8
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _TOUCHED = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
@@ -119,6 +120,8 @@ class DiskLimit:
     """
 
     def __init__(self, path: Path, total_bytes: int) -> None:
+        self._path = path
+        self._folders = 0
         self.paths = {threads: path.with_name(f"{path.name}-{threads}") for threads in _WRITE_THREADS}
         self._bytes = _whole_pages(total_bytes)
         self._source = _noise(min(_SOURCE_BYTES, self._bytes))
@@ -159,6 +162,38 @@ class DiskLimit:
         finally:
             os.close(fd)
 
+    def write_files(self, files: int) -> float:
+        """Return the seconds to write as many files of equal size, each in a folder of its own, and to sync them all.
+
+        The files stay, empty: ext4 makes new ones slowly while it remembers inodes that were freed in the last minute.
+        """
+        size = self._bytes // files // mmap.PAGESIZE * mmap.PAGESIZE
+        self._folders += 1
+        name = f"{self._path.name}-files-{self._folders}"
+        paths = [self._path.with_name(f"{name}-{number}") / "file" for number in range(files)]
+
+        def write(number: int) -> None:
+            paths[number].parent.mkdir()
+            fd = _open(paths[number], os.O_WRONLY | os.O_CREAT, True)
+            for block, at in self._blocks(number * size, size):
+                os.pwrite(fd, block, at)
+            os.close(fd)
+
+        def sync(path: Path) -> None:
+            for each in (path, path.parent):
+                fd = os.open(each, os.O_RDONLY)
+                os.fsync(fd)
+                os.close(fd)
+
+        with ThreadPoolExecutor(_FILE_THREADS) as pool:
+            begin = time.perf_counter()
+            list(pool.map(write, range(files)))
+            list(pool.map(sync, paths))
+            seconds = time.perf_counter() - begin
+        for path in paths:
+            os.truncate(path, 0)
+        return seconds
+
     def remove(self) -> None:
         """Remove the two files of all bytes."""
         for path in self.paths.values():
@@ -169,17 +204,17 @@ class DiskLimit:
             begin = time.perf_counter()
             fd = _open(path, flags, True)
             try:
-                list(pool.map(lambda block: os.pwrite(fd, *block), self._blocks()))
+                list(pool.map(lambda block: os.pwrite(fd, *block), self._blocks(0, self._bytes)))
                 os.fsync(fd)
                 return time.perf_counter() - begin
             finally:
                 os.close(fd)
 
-    def _blocks(self) -> Iterator[tuple[memoryview, int]]:
-        """Yield the blocks of a file, and their places in it."""
-        for first in range(0, self._bytes, _BLOCK_BYTES):
-            length = min(_BLOCK_BYTES, self._bytes - first)
-            at = first % (len(self._source) - length + 1) // mmap.PAGESIZE * mmap.PAGESIZE
+    def _blocks(self, start: int, size: int) -> Iterator[tuple[memoryview, int]]:
+        """Yield blocks of a file of `size` bytes, the ones from `start` on of all, and their places in the file."""
+        for first in range(0, size, _BLOCK_BYTES):
+            length = min(_BLOCK_BYTES, size - first)
+            at = (start + first) % (len(self._source) - length + 1) // mmap.PAGESIZE * mmap.PAGESIZE
             yield self._source[at : at + length], first
 
 

@@ -18,14 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 __all__ = [
     "REPOSITORY",
+    "Memory",
     "Note",
     "Notes",
     "children_of",
     "cpu_seconds",
     "free_port",
     "killing_after",
+    "measure_memory",
     "proportional_bytes",
     "rank_environment",
     "run_forked",
@@ -170,10 +174,41 @@ def children_of(pid: int) -> list[int]:
     return [int(text) for file in files for text in file.read_text().split()]
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of this process and of all below it.
+
+    `total` counts memory that several of them share once. `background` has the resident bytes of each process below
+    this one, without shared memory: the fork server and the writers.
+    """
+
+    total: int
+    background: list[int]
+
+
+def measure_memory() -> Memory:
+    """Return the memory of now."""
+    this = psutil.Process()
+    below = [process.pid for process in this.children(recursive=True)]
+    total = sum(proportional_bytes(pid) for pid in (this.pid, *below))
+    return Memory(total, [_private_bytes(pid) for pid in below])
+
+
 def proportional_bytes(pid: int) -> int:
     """Return the resident bytes, of which a page of n processes counts 1/n in each; 0 if the process has just ended."""
+    return _sizes(pid, "smaps_rollup").get("Pss", 0)
+
+
+def _private_bytes(pid: int) -> int:
+    """Return the resident bytes without shared memory; 0 if the process has just ended."""
+    sizes = _sizes(pid, "status")
+    return sizes.get("RssAnon", 0) + sizes.get("RssFile", 0)
+
+
+def _sizes(pid: int, name: str) -> dict[str, int]:
+    """Return the bytes by name in a file of /proc; none if the process has just ended."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return 0
+        lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
+        fields = [line.split() for line in lines if line.endswith(" kB")]
+        return {field[0].rstrip(":"): int(field[1]) * 1024 for field in fields}
+    return {}

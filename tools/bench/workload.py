@@ -105,6 +105,15 @@ class StepLoop:
             between()
         return time.perf_counter() - begin
 
+    def run_until(self, done: Callable[[], bool]) -> tuple[int, float]:
+        """Return how many steps it takes until `done`, which is called after each, and their seconds."""
+        steps, begin = 0, time.perf_counter()
+        while True:
+            self._step()
+            steps += 1
+            if done():
+                return steps, time.perf_counter() - begin
+
     def _step(self) -> float:
         begin = time.perf_counter()
         for _ in range(self._products):
