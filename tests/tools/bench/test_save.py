@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import full_only
 from tools.bench.__main__ import main
 
 pytestmark = pytest.mark.timeout(180)  # it starts Python with torch several times
 
 
+@full_only
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, document = tmp_path / "disk", tmp_path / "result.json"
     folder.mkdir()
