@@ -100,13 +100,13 @@ class Slots(Protocol):
     """The staging memory that a plan needs."""
 
     def meet(self) -> None:
-        """Do the part of the next `fit` that waits for other ranks. Collective."""
+        """Do the part of the `fit` for a new plan that waits for other ranks. Collective."""
 
     def fit(self, plan: CachedPlan) -> None:
         """Make them large enough, and exchange them with the ranks on this node."""
 
     def cancel_fit(self) -> None:
-        """Make a `fit` in another thread not wait for neighbours."""
+        """Exchange them with no rank for the last new plan: none waits for these, nor does `fit`, in any thread."""
 
 
 class PlanCache:
@@ -143,7 +143,7 @@ class PlanCache:
         state: Any,
         claims: RootClaim | None = None,
         *,
-        slots: Slots | None = None,
+        slots: Slots,
         claim: bool = True,
         saves: bool = True,
     ) -> PreparedState:
@@ -154,27 +154,24 @@ class PlanCache:
         When ranks must agree, all raise what any raises: StateError, and errors of `claims`. An error that is no
         CheckpointError is of this rank alone, and the others know nothing of it.
         """
-        flat = self._agree_on_plan(state, claims, claim, self._last_step if saves else -1)
         try:
+            flat = self._agree_on_plan(state, claims, slots, claim, self._last_step if saves else -1)
             self.finish()
-        except Exception:
-            if self._begun is not None and slots is not None:
-                slots.meet()  # as the other ranks do
+            cached = self._cached
+            assert cached is not None
+            rank = self._ranks.rank
+            encoded = {path: leaf.encoded for path, leaf in flat.values.items()}
+            values = [[list(path), rank if own else None, encoded[path]] for path, own in cached.value_owners.items()]
+            return PreparedState(flat, encoded, values, cached)
+        except BaseException:
+            slots.cancel_fit()  # the others may have met this rank, and be waiting for its slots
             raise
-        cached = self._cached
-        assert cached is not None
-        rank = self._ranks.rank
-        encoded = {path: leaf.encoded for path, leaf in flat.values.items()}
-        values = [[list(path), rank if own else None, encoded[path]] for path, own in cached.value_owners.items()]
-        return PreparedState(flat, encoded, values, cached)
 
     def begin(self, state: Any, claims: RootClaim | None, slots: Slots, *, claim: bool) -> None:
-        """Do the part of `prepare` that waits for other ranks, and that of fitting the slots. Collective."""
+        """Do the part of `prepare` that waits for other ranks. Collective."""
         with contextlib.suppress(StateError):  # of the state before, which is not to be saved any more
             self.finish()
-        self._agree_on_plan(state, claims, claim, -1)
-        if self._begun is not None:
-            slots.meet()
+        self._agree_on_plan(state, claims, slots, claim, -1)
 
     def go_on(self, slots: Slots) -> None:
         """Do the rest of what `begin` has begun in a thread, which then fits the slots to the plan."""
@@ -201,8 +198,11 @@ class PlanCache:
         except StateError:
             self._begun = begun
 
-    def _agree_on_plan(self, state: Any, claims: RootClaim | None, claim: bool, step: int) -> FlatState:
-        """Agree on a session and exchange descriptions, where that is needed. The plan is to be made then: `_begun`."""
+    def _agree_on_plan(self, state: Any, claims: RootClaim | None, slots: Slots, claim: bool, step: int) -> FlatState:
+        """Agree on a session and exchange descriptions, where that is needed. The plan is to be made then: `_begun`.
+
+        For a new plan the slots meet here, before anything that can fail on one rank alone: so they meet on all ranks.
+        """
         self.finish()
         begins_session = self._session is None or (claims is not None and not self._session.owner)
         try:
@@ -231,6 +231,7 @@ class PlanCache:
             else:
                 others = exchange.finish(told, self._ranks)
                 plan = partial(self._plan, flat, description, kinds, key, others, limits)
+            slots.meet()
             self._cached, self._begun = None, _BegunPlan(plan)
         elif begins_session:
             self._agree(claims, claim, step)
@@ -411,6 +412,9 @@ class _BegunPlan:
                     slots.fit(self._plan)
         except Exception:
             _log.debug("a plan was not made in the background", exc_info=True)
+            with self._lock:
+                if not self._cancelled:
+                    slots.cancel_fit()
 
 
 def _error_for(failure: Failure) -> CheckpointError:

@@ -162,8 +162,10 @@ class Saver:
         self._ranks.doing = "warmup"
         Process.here()
         self._plans.begin(state, self.root_claim, self._stager, claim=self.root_claim.token is not None)
-        self._queue.start()  # its process and the thread would both take time from the ranks that agree
-        self._plans.go_on(self._stager)
+        try:
+            self._queue.start()  # its process and the thread would both take time from the ranks that agree
+        finally:
+            self._plans.go_on(self._stager)
 
     @property
     def last_rank(self) -> int | None:
@@ -197,8 +199,7 @@ class Saver:
         observed = ObservedSave(step, self._ranks.rank, time.perf_counter() - begin, self._observed)
         try:
             prepared = self._prepared(state, self.root_claim)
-            run = self.root_claim.run
-            about = checked_metrics(metrics, self._not_finite), self._versions, mirror, run, pace
+            about = checked_metrics(metrics, self._not_finite), self._versions, mirror, self.root_claim.run, pace
             lineage = Lineage(current_restart_index(), *about)
             save = self._plans.save_id()
             assert save is not None
@@ -305,8 +306,7 @@ class Saver:
         self._refuse((), rank)
 
     def _refuse(self, own: Iterable[SaveId], rank: int) -> None:
-        owner = self._plans.owner
-        if owner is not None:
+        if (owner := self._plans.owner) is not None:
             refuse_others(self._root, owner, own, rank)
 
     def forget_saves(self) -> None:

@@ -125,7 +125,7 @@ class Stager:
         return self._options.slots
 
     def meet(self) -> None:
-        """Do the part of the next `fit` that waits for other ranks, and needs no plan. Collective."""
+        """Do the part of the `fit` for a new plan that waits for other ranks, and needs no plan. Collective."""
         self._forget_exchange()
         self._exchange = SlotExchange(self._ranks)
         self.on_meet()
@@ -133,26 +133,22 @@ class Stager:
     def fit(self, plan: CachedPlan) -> None:
         """Make the slots large enough for a plan, and exchange them with the ranks on this node.
 
-        Collective if the plan is a new one, unless `meet` was called before: then also in another thread. What this
-        rank alone cannot do is raised by `check`, and so by the next `stage`.
+        That is once for each plan, if `meet` was called for it. In any thread. What this rank alone cannot do is raised
+        by `check`, and so by the next `stage`.
         """
         self._problem = None
         try:
             self._make_room(plan.layout.plan.slot_bytes + HEADER_BYTES)
         except Exception as error:
-            self._problem = error  # the others meet, and wait for this rank there
+            self._problem = error
         if self._shared_for is plan:
             return
-        if self._exchange is None:
-            self.meet()
-        assert self._exchange is not None
-        # Whether this rank meets the others again must not depend on whether it fails here.
         self._shared_for = plan
-        if self._problem is not None:
-            self._forget_exchange()
-            return
-        self.memory.share(self._exchange, plan, self._options.compression)
-        self._exchange = None
+        try:
+            if self._problem is None and self._exchange is not None:
+                self.memory.share(self._exchange, plan, self._options.compression)
+        finally:
+            self._forget_exchange()  # the others wait there for this rank
 
     def check(self) -> None:
         """Raise what this rank alone could not do for the plan that the slots are for."""
@@ -169,7 +165,7 @@ class Stager:
             self._arena.resize(needed)
 
     def cancel_fit(self) -> None:
-        """Make a `fit` that another thread is in, or will be, not wait for neighbours."""
+        """Share no slots for the last new plan: neighbours do not wait for these, nor does `fit`, in any thread."""
         if (exchange := self._exchange) is not None:
             exchange.cancel()
 

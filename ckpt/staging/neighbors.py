@@ -58,8 +58,8 @@ class _Neighbour:
 class SlotExchange:
     """Gives this rank's slots to all ranks on its node and takes theirs. To be made on all ranks: collective.
 
-    A rank that never gives its slots, or never takes these, delays its neighbours by 10 s at most; one that has died,
-    by a fraction of a second, also if a child of it has inherited its socket.
+    A rank that never gives its slots, or never takes these, delays its neighbours by 10 s at most; one that has died or
+    left, by a fraction of a second, also if a child of it has inherited its socket.
     """
 
     def __init__(self, ranks: Group) -> None:
@@ -111,9 +111,9 @@ class SlotExchange:
         """
         self._deadline = time.monotonic() + _TIMEOUT_S
         giver = JoinableThread(self._give, "ckpt-neighbors", (list(own),))
-        giver.start()
         taken: dict[int, list[SharedMemory]] = {}
         try:
+            giver.start()
             for neighbour in self._neighbours:
                 if not self._cancelled and (regions := self._take(neighbour)):
                     taken[neighbour.rank] = regions
@@ -129,7 +129,7 @@ class SlotExchange:
         return taken
 
     def cancel(self) -> None:
-        """Make `run` end soon, and a later one at once. From any thread; idempotent."""
+        """Leave: `run` ends soon, a later one at once, and no neighbour waits. From any thread; idempotent."""
         self._cancelled = True
         if (taking := self._taking) is not None:
             with contextlib.suppress(OSError):
@@ -137,12 +137,22 @@ class SlotExchange:
         if self._wake is not None:
             with contextlib.suppress(OSError):
                 self._wake.send(b".")
+        self._turn_away()
 
     def close(self) -> None:
-        """Stop listening, when `run` will not be called. Idempotent."""
+        """Leave, when `run` will not be called. Idempotent."""
+        self._turn_away()
         for end in (self._listener, self._woken, self._wake):
             if end is not None:
                 end.close()
+
+    def _turn_away(self) -> None:
+        """Refuse neighbours, also those that have connected. To close the socket is not enough: a child may have it."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):  # there is none any more, or it is closed already
+                self._listener.shutdown(socket.SHUT_RDWR)
+                while True:
+                    self._listener.accept()[0].close()
 
     def _give(self, regions: list[SharedMemory]) -> None:
         """Give the regions to all neighbours, as they say who they are. Runs in a thread."""
@@ -169,7 +179,8 @@ class SlotExchange:
                             del left[said]
                             socket.send_fds(stranger, [sizes], [region.fd for region in regions])
         except OSError as error:  # there are no more descriptors: who has not connected reads from storage
-            _log.warning("the staging memory of rank %d is not shared with all its neighbours: %s", self.rank, error)
+            if not self._cancelled:
+                _log.warning("the staging memory of rank %d is not shared with all neighbours: %s", self.rank, error)
         finally:
             for stranger in strangers.values():
                 stranger.close()

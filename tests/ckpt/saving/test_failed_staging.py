@@ -15,6 +15,7 @@ import torch
 import ckpt
 from ckpt.planning.known_state import KnownStates
 from ckpt.saving import plan_cache, stage
+from ckpt.staging import neighbors
 from ckpt.staging.arena import Arena
 from tests.support import run_ranks
 
@@ -42,6 +43,7 @@ def _one_rank_fails(rank: int, world_size: int, root: Path, place: str, victim: 
     where, name, error = _PLACES[place]
     failing = (1, 3) if place == "the names" else (2, 4)
     answers: list[Any] = []
+    neighbors._TIMEOUT_S = _TIMEOUT_S  # to wait for the slots of the other rank is too long, too
     with ckpt.Checkpointer(root, timeout=_TIMEOUT_S, on_failed_save=allowed) as checkpointer:
         for step, count in ((1, 10), (2, 10), (3, 10), (4, 100_000), (5, 100_000)):
             begin = time.monotonic()
@@ -68,6 +70,52 @@ def test_ranks_go_on_together_after_the_failure_of_one(place: str, tmp_path: Pat
         expected = [("StateError", text), True, False, True, True, [2, 4, 5]]
     for result in run_ranks(_one_rank_fails, 2, tmp_path / "root", place, 1, "warn"):
         assert result.value == expected
+
+
+def _one_rank_cannot_plan(rank: int, world_size: int, root: Path) -> list[Any]:
+    """Each step has another structure; rank 1 cannot plan that of step 2."""
+    neighbors._TIMEOUT_S = _TIMEOUT_S
+    answers = []
+    with ckpt.Checkpointer(root, timeout=_TIMEOUT_S, on_failed_save="warn") as checkpointer:
+        for step in (1, 2, 3):
+            begin = time.monotonic()
+            with pytest.MonkeyPatch.context() as patch:
+                if (rank, step) == (1, 2):
+                    patch.setattr(plan_cache, "make_save_plan", _raises(MemoryError()))
+                answers.append(checkpointer.save({"w": torch.ones(10 * step)}, step))
+            assert time.monotonic() - begin < _TIMEOUT_S - 5, "the time limit was waited for"
+        return [*answers, checkpointer.all_steps()]
+
+
+def test_the_ranks_meet_again_for_the_structure_after_one_that_a_rank_cannot_plan(tmp_path: Path) -> None:
+    for result in run_ranks(_one_rank_cannot_plan, 2, tmp_path / "root"):
+        assert result.value == [True, False, True, [1, 3]]
+
+
+def _one_rank_cannot_plan_in_the_background(rank: int, world_size: int, root: Path) -> list[int]:
+    """A restore begins to plan the next save, in vain on rank 1. Rank 0 begins that save before rank 1 does."""
+    neighbors._TIMEOUT_S = _TIMEOUT_S
+    state = {"w": torch.ones(10), "new": torch.ones(100_000)}
+    with ckpt.Checkpointer(root, timeout=_TIMEOUT_S) as checkpointer:
+        checkpointer.save({"w": torch.ones(10)}, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(plan_cache, "make_save_plan", _raises(MemoryError()))
+            checkpointer.restore(state, strict=False)
+            if rank == 0:
+                begin = time.monotonic()
+                checkpointer.async_save(state, 2)
+                assert time.monotonic() - begin < _TIMEOUT_S - 5, "the slots of rank 1 were waited for"
+            torch.distributed.barrier()
+        if rank == 1:
+            checkpointer.async_save(state, 2)
+        checkpointer.maybe_finalize(blocking=True)
+        return checkpointer.all_steps()
+
+
+def test_a_rank_that_cannot_plan_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
+    for result in run_ranks(_one_rank_cannot_plan_in_the_background, 2, tmp_path / "root"):
+        assert result.value == [1, 2]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -298,6 +298,46 @@ def test_a_neighbour_that_never_gives_can_be_left(leak_check: LeakCheck) -> None
         region.close()
 
 
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_neighbour_that_leaves_is_not_waited_for(
+    is_connected: bool, monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    """As after an error between the meeting and `run`; a child that it has forked since has its socket."""
+    monkeypatch.setattr(neighbors, "_TIMEOUT_S", 60.0)
+    wait_for = SlotExchange._wait_for
+    connected, has_left = threading.Event(), threading.Event()
+
+    def wait(exchange: SlotExchange, *arguments: Any) -> None:
+        connected.set()
+        wait_for(exchange, *arguments)
+
+    def act(ranks: _Ranks) -> object:
+        exchange = SlotExchange(ranks)  # type: ignore[arg-type]
+        if ranks.rank == 0:
+            assert is_connected or has_left.wait(20)
+            return exchange.run([region])
+        assert exchange._listener is not None
+        with contextlib.closing(exchange._listener.dup()):  # as the child has it
+            assert not is_connected or connected.wait(20)
+            exchange.cancel()
+            has_left.set()
+            assert answered.wait(20)
+        return exchange.run([region])
+
+    answered = threading.Event()
+    give = SlotExchange._give
+
+    def note(exchange: SlotExchange, regions: list[SharedMemory]) -> None:
+        give(exchange, regions)
+        if exchange.rank == 0:
+            answered.set()
+
+    monkeypatch.setattr(SlotExchange, "_wait_for", wait)
+    monkeypatch.setattr(SlotExchange, "_give", note)
+    with SharedMemory.create("slot", 4096) as region:
+        assert _exchange(2, act) == [{}, {}]
+
+
 _STRANGER = """
 import os, socket, sys
 os.setgroups([])
