@@ -41,7 +41,7 @@ from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.ranks.collectives import Ranks
 from ckpt.saving.for_readers import IN_PART, database_files, files_of_plan
 from ckpt.saving.host_memory import HostLimit
-from ckpt.saving.plan_cache import PlanCache
+from ckpt.saving.plan_cache import CachedPlan, PlanCache
 from ckpt.saving.publish import publish
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.commit import PendingSave
@@ -153,6 +153,19 @@ class _Echo(Ranks):
         return [payload] * self.world_size
 
 
+class _NoSlots:
+    """No staging memory, as nothing is staged."""
+
+    def meet(self) -> None:
+        """Meet no rank."""
+
+    def fit(self, plan: CachedPlan) -> None:
+        """Fit nothing."""
+
+    def cancel_fit(self) -> None:
+        """Leave nothing."""
+
+
 def _plan(tensors: int, ranks: int, repeats: int) -> Figures:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -175,7 +188,7 @@ def _plan(tensors: int, ranks: int, repeats: int) -> Figures:
 
 def _prepare(planner: PlanCache, state: object) -> float:
     begin = time.perf_counter()
-    planner.prepare(state)
+    planner.prepare(state, slots=_NoSlots())
     return time.perf_counter() - begin
 
 
