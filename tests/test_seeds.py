@@ -14,6 +14,7 @@ _UNSEEDED = re.compile(
 )
 _ALLOWED = {
     "support/seeds.py",
+    "support/ranks.py",  # a port
     "support/slurm.py",  # a key
     "ckpt/values/test_rng_state.py",  # about these generators; seeds them
     "ckpt/replication/test_buddies.py",  # an argument of this name, from hypothesis
