@@ -22,6 +22,8 @@ from typing import Any
 
 def main(descriptor: int, delay_s: float, modules: list[str]) -> None:
     """Wait `delay_s`, import the modules, and run the program of the order when it has come."""
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the directory of this file, whose modules are not meant
     with socket.socket(fileno=descriptor) as peer:
         select.select([peer], [], [], delay_s)  # an order that comes now ends the delay
         for name in modules:
@@ -48,17 +50,22 @@ def _run(arguments: list[str]) -> None:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # also while threads and exit handlers run after the program
     if arguments[0] == "-m":
-        sys.path[0] = os.getcwd()
+        _begin_path(os.getcwd())
         sys.argv = ["-m", *arguments[2:]]
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # as the interpreter does
         return
     path = arguments[0]
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    _begin_path(os.path.dirname(os.path.realpath(path)))
     sys.argv = arguments
     module.__file__ = path
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, module.__dict__)
+
+
+def _begin_path(folder: str) -> None:
+    if not sys.flags.safe_path:  # PYTHONSAFEPATH
+        sys.path.insert(0, folder)
 
 
 if __name__ == "__main__":

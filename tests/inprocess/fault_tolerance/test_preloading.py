@@ -95,6 +95,25 @@ def test_a_program_finds_what_it_finds_in_a_process_of_its_own(
     assert taken[0] == 7
 
 
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_modules_of_the_program_are_not_taken_for_those_beside_the_waiting_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, safe_path: str
+) -> None:
+    """The launcher has a module `node_choice`, too."""
+    monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
+    (folder / "program" / "node_choice.py").write_text("MINE = True\n")
+    main = folder / "program" / "main.py"
+    main.write_text(f"import node_choice\nassert node_choice.MINE\n{main.read_text()}")
+    found = []
+    for modules in ([], ["node_choice"]):
+        preloaded = PreloadedWorkers(modules, 1)
+        preloaded.fill()
+        code, values, errors = run(folder, preloaded, [str(main), "0"])
+        assert code == 0, errors
+        found.append(values["path"])
+    assert found[0] == found[1]
+
+
 def test_a_program_that_comes_early_waits_for_the_modules_only(folder: Path, preloaded: PreloadedWorkers) -> None:
     preloaded.fill(delay_s=3600)
     (pid,) = preloaded.pids
