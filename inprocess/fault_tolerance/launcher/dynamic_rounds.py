@@ -149,6 +149,7 @@ class DynamicRounds(Rounds):
         self._workers_store: TCPStore | None = None
         self._revision = -1  # of the state
         self._state = RoundState()
+        self._first_counts: dict[str, Any] = {}  # of candidates, for `has_spare`
         self._all_silent = _SilentNodes(self._ask, rules.silence_s)
 
     @property
@@ -206,11 +207,17 @@ class DynamicRounds(Rounds):
         return PrefixStore("job", self._store)
 
     def has_spare(self) -> bool:
-        """See base class."""
-        state, rules = self._read(), self._rules
+        """See base class. A spare counts when its count has changed since the first call: it may have died."""
+        try:
+            state, rules = self._read(), self._rules
+            keys = [node.key for node in state.candidates]
+            counts = dict(zip(keys, self._ask("multi_get", [f"alive/{key}" for key in keys]), strict=True))
+        except RendezvousConnectionError:
+            return False
+        self._first_counts = {key: self._first_counts.get(key, count) for key, count in counts.items()}
+        spares = [node for node in state.candidates if self._first_counts[node.key] != counts[node.key]]
         others = [node for node in state.members if node.key in state.running and node != self._node]
-        chosen = choose_nodes([*state.candidates, *others], state.members, state.trained, rules.nodes, rules.block)
-        return chosen is not None
+        return choose_nodes([*spares, *others], state.members, state.trained, rules.nodes, rules.block) is not None
 
     def hosts_store(self) -> bool:
         """See base class."""
