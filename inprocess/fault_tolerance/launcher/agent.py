@@ -293,9 +293,7 @@ class LauncherAgent(LocalElasticAgent):
         if self._cycle < self._worker_group.spec.max_restarts and self._resources.rounds.has_spare():
             return CycleEnd(f"a node is unfit: {admission.refuse()}", is_ours=True)
         if is_news:
-            _log.error(
-                "this node goes on until the next rendezvous: no spare node is seen to run, or no restart is left"
-            )
+            _log.error("this node goes on until the next rendezvous: no spare is seen to run, or no restart is left")
         return None
 
     def _look(self) -> CycleEnd | None:
