@@ -148,6 +148,7 @@ class DynamicRounds(Rounds):
         self._heart = _Heart(functools.partial(self._store.add, f"alive/{node.key}", 1), rules.alive_interval_s)
         self._workers_store: TCPStore | None = None
         self._revision = -1  # of the state
+        self._reread_s = 0.0
         self._state = RoundState()
         self._first_counts: dict[str, Any] = {}  # of candidates, for `has_spare`
         self._all_silent = _SilentNodes(self._ask, rules.silence_s)
@@ -188,7 +189,7 @@ class DynamicRounds(Rounds):
         """See base class. It returns when spares have noticed: the store may be hosted here."""
         self._heart.stop()
         try:
-            self._change(lambda state: replace(state, is_closed=True))
+            self._change(lambda state: replace(state.without({self._node.key}), is_closed=True))
             deadline = time.monotonic() + _SPARES_NOTICE_S
             while self._read().candidates and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
@@ -316,9 +317,11 @@ class DynamicRounds(Rounds):
     def _read(self) -> RoundState:
         """Return the state; it is read only if it has changed."""
         revision = int(self._ask("add", "revision", 0))
-        if revision != self._revision:
+        # A node that dies right after a change has not counted it.
+        if revision != self._revision or time.monotonic() > self._reread_s:
             self._state = RoundState.from_json(self._ask("get", "state"))
             self._revision = revision  # read before the state: a change meanwhile is read again
+            self._reread_s = time.monotonic() + self._rules.silence_s
         return self._state
 
     def _change(self, transition: Callable[[RoundState], RoundState]) -> None:

@@ -121,6 +121,18 @@ def test_a_store_that_is_lost_has_no_spare(nodes: Nodes) -> None:
     assert not nodes.rounds["a"].has_spare()
 
 
+def test_a_job_that_is_over_is_deserted_when_the_last_node_knows_it(nodes: Nodes) -> None:
+    by_rank(nodes.join("abc"), "abc")
+    spare = nodes.join("d")["d"]
+    wait_until(lambda: bool(nodes.rounds["a"]._read().candidates))
+    for name in "abc":
+        assert not nodes.rounds["a"].is_deserted()
+        nodes.rounds[name].shutdown()
+    with pytest.raises(RendezvousGracefulExitError):
+        spare.result(LIMIT_S)
+    assert nodes.rounds["a"].is_deserted()
+
+
 def test_nodes_of_a_round_without_others_are_told_that_it_is_over(nodes: Nodes) -> None:
     """They may have been stopped together, and go on."""
     by_rank(nodes.join("abc"), "abc")
@@ -130,6 +142,22 @@ def test_nodes_of_a_round_without_others_are_told_that_it_is_over(nodes: Nodes) 
         nodes.rounds[name]._heart.stop()
     assert by_rank(nodes.join("def"), "def") == "def"
     assert meeting.has_words()
+
+
+def test_a_change_by_a_node_that_has_died_at_once_is_seen(nodes: Nodes) -> None:
+    """It has changed the state, and not counted the change."""
+    rules = replace(RULES, silence_s=1)
+    joined = nodes.join("ab", rules)
+    store = nodes.rounds["a"]._store
+    wait_until(lambda: store.check(["state"]) and len(RoundState.from_json(store.get("state")).candidates) == 2)
+    text = store.get("state").decode()
+    members = sorted(
+        [*RoundState.from_json(text).candidates, LauncherNode("c", "127.0.0.9", order=999)],
+        key=lambda node: node.sort_key,
+    )
+    begun = RoundState.from_json(text).begin(members).to_json()
+    assert store.compare_set("state", text, begun).decode() == begun
+    assert {joined[name].result(20).rank for name in "ab"} == {0, 1}
 
 
 def test_no_round_without_enough_nodes(nodes: Nodes) -> None:
