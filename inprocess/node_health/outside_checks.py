@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = ["CommandCheck", "SegmentDecisionCheck", "ServiceCheck", "socket_path_
 _METHOD = "/nvhcd.HealthCheckService/RunHealthCheck"
 _ARGUMENTS = ("--no-slurm",)
 _SHOWN = 500  # characters of an output
+_READ_BYTES = 4096
 _KILLED_WAIT_S = 5.0
 
 
@@ -35,22 +37,25 @@ class CommandCheck(NodeCheck):
 
     def run(self) -> CheckResult:
         self.doing = self._command
-        process = self._process = subprocess.Popen(
-            ["/bin/sh", "-c", self._command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        output, is_late = b"", False
-        try:
-            output, _ = process.communicate(timeout=self.limit_s)
-        except subprocess.TimeoutExpired:
-            is_late = True
-            self.stop()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                output, _ = process.communicate(timeout=_KILLED_WAIT_S)
-        said = output.decode(errors="replace").strip()[-_SHOWN:]
+        with tempfile.TemporaryFile() as file:  # a daemon that it leaves behind would keep a pipe open
+            process = self._process = subprocess.Popen(
+                ["/bin/sh", "-c", self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            is_late = False
+            try:
+                process.wait(self.limit_s)
+            except subprocess.TimeoutExpired:
+                is_late = True
+                self.stop()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_KILLED_WAIT_S)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _READ_BYTES))
+            said = file.read(_READ_BYTES).decode(errors="replace").strip()[-_SHOWN:]
         if is_late:
             why = f"it has not ended within {self.limit_s:g} s and was killed"
             return failed(self, f"{why}: {said}" if said else why)

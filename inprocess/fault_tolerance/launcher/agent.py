@@ -88,18 +88,18 @@ class LauncherAgent(LocalElasticAgent):
                 rounds.leave()
 
     def _host_store(self) -> None:
-        """Wait until the job is over, or has no nodes any more, or a signal arrives: the others need the store."""
+        """Wait until no other node needs the store, or a signal arrives."""
         _log.warning("this node hosts the store of the rendezvous, so its launcher runs until the others have ended")
         rounds, signals = self._resources.rounds, self._resources.signals
         limit_s, deserted_s = _FIRST_NODES_S, 0.0
         with contextlib.suppress(RendezvousError, DistNetworkError):
-            while deserted_s < limit_s and not rounds.is_closed():
-                wait_readable([signals.fd], _MEMBERSHIP_INTERVAL_S)
-                if signals.take() is not None:
-                    return
-                deserted_s += _MEMBERSHIP_INTERVAL_S
+            while signals.take() is None:
                 if not rounds.is_deserted():
                     limit_s, deserted_s = self._resources.silence_s, 0.0
+                elif rounds.is_closed() or deserted_s >= limit_s:
+                    return
+                wait_readable([signals.fd], _MEMBERSHIP_INTERVAL_S)
+                deserted_s += _MEMBERSHIP_INTERVAL_S
 
     # -- a cycle -------------------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class LauncherAgent(LocalElasticAgent):
         if self._cycle < self._worker_group.spec.max_restarts and self._resources.rounds.has_spare():
             return CycleEnd(f"a node is unfit: {admission.refuse()}", is_ours=True)
         if is_news:
-            _log.error("this node goes on until the next rendezvous: there is no spare node, or no restart is left")
+            _log.error("this node goes on until the next rendezvous: no spare is seen to run, or no restart is left")
         return None
 
     def _look(self) -> CycleEnd | None:

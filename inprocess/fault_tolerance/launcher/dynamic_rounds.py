@@ -148,7 +148,9 @@ class DynamicRounds(Rounds):
         self._heart = _Heart(functools.partial(self._store.add, f"alive/{node.key}", 1), rules.alive_interval_s)
         self._workers_store: TCPStore | None = None
         self._revision = -1  # of the state
+        self._reread_s = 0.0
         self._state = RoundState()
+        self._first_counts: dict[str, Any] = {}  # of candidates, for `has_spare`
         self._all_silent = _SilentNodes(self._ask, rules.silence_s)
 
     @property
@@ -187,7 +189,7 @@ class DynamicRounds(Rounds):
         """See base class. It returns when spares have noticed: the store may be hosted here."""
         self._heart.stop()
         try:
-            self._change(lambda state: replace(state, is_closed=True))
+            self._change(lambda state: replace(state.without({self._node.key}), is_closed=True))
             deadline = time.monotonic() + _SPARES_NOTICE_S
             while self._read().candidates and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
@@ -206,11 +208,17 @@ class DynamicRounds(Rounds):
         return PrefixStore("job", self._store)
 
     def has_spare(self) -> bool:
-        """See base class."""
-        state, rules = self._read(), self._rules
+        """See base class. A spare counts when its count has changed since the first call: it may have died."""
+        try:
+            state, rules = self._read(), self._rules
+            keys = [node.key for node in state.candidates]
+            counts = dict(zip(keys, self._ask("multi_get", [f"alive/{key}" for key in keys]), strict=True))
+        except RendezvousConnectionError:
+            return False
+        self._first_counts = {key: self._first_counts.get(key, count) for key, count in counts.items()}
+        spares = [node for node in state.candidates if self._first_counts[node.key] != counts[node.key]]
         others = [node for node in state.members if node.key in state.running and node != self._node]
-        chosen = choose_nodes([*state.candidates, *others], state.members, state.trained, rules.nodes, rules.block)
-        return chosen is not None
+        return choose_nodes([*spares, *others], state.members, state.trained, rules.nodes, rules.block) is not None
 
     def hosts_store(self) -> bool:
         """See base class."""
@@ -309,9 +317,11 @@ class DynamicRounds(Rounds):
     def _read(self) -> RoundState:
         """Return the state; it is read only if it has changed."""
         revision = int(self._ask("add", "revision", 0))
-        if revision != self._revision:
+        # A node that dies right after a change has not counted it.
+        if revision != self._revision or time.monotonic() > self._reread_s:
             self._state = RoundState.from_json(self._ask("get", "state"))
             self._revision = revision  # read before the state: a change meanwhile is read again
+            self._reread_s = time.monotonic() + self._rules.silence_s
         return self._state
 
     def _change(self, transition: Callable[[RoundState], RoundState]) -> None:

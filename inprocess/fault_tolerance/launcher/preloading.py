@@ -27,6 +27,9 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing import api as torchs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from inprocess.ipc.deadline import Deadline
+from inprocess.ipc.process import end_process
+
 __all__ = ["PreloadedWorkers"]
 
 _log = logging.getLogger(__name__)
@@ -43,8 +46,7 @@ class _Waiting:
 
     def close(self) -> None:
         self.order.close()
-        self.process.kill()
-        self.process.wait()
+        end_process(self.process, Deadline(0.0))  # it may hang in an import from a file system that does not answer
 
 
 class PreloadedWorkers:

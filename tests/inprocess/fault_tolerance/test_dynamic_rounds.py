@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -61,6 +61,13 @@ def by_rank(joined: dict[str, Future[RendezvousInfo]], names: str) -> str:
     return "".join(sorted(names, key=lambda name: found[name].rank))
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_nodes_that_meet_again_have_the_same_ranks_and_spares_wait(nodes: Nodes) -> None:
     assert by_rank(nodes.join("cab"), "abc") == "abc"
     spares = nodes.join("AB")
@@ -83,16 +90,47 @@ def test_a_spare_asks_the_others_to_meet_again_when_one_is_silent(nodes: Nodes) 
     meeting = nodes.rounds["a"].meeting
     assert meeting is not None
     nodes.rounds["b"]._heart.stop()
-    deadline = time.monotonic() + LIMIT_S
-    while not meeting.has_words():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(meeting.has_words)
     assert "node 1 (127.0.0.98)" in str(meeting.restart_reason())
     assert by_rank(nodes.join("ac") | spare, "adc") == "adc"
     nodes.rounds["b"]._heart.start()  # it was only stopped
     back = nodes.join("b")["b"]
     nodes.rounds["a"].leave()
     assert by_rank(nodes.join("dc") | {"b": back}, "bdc") == "bdc", "it has trained"
+
+
+def test_a_spare_counts_when_it_is_seen_to_run(nodes: Nodes) -> None:
+    by_rank(nodes.join("abc"), "abc")
+    nodes.join("d")
+    asked = nodes.rounds["a"]
+    wait_until(lambda: bool(asked._read().candidates))
+    nodes.rounds["d"]._heart.stop()
+    assert not asked.has_spare()
+    time.sleep(2 * RULES.alive_interval_s)
+    assert not asked.has_spare(), "it has died"
+    nodes.rounds["d"]._heart.start()
+    wait_until(asked.has_spare)
+    nodes.rounds["d"].leave()
+    assert not asked.has_spare()
+
+
+def test_a_store_that_is_lost_has_no_spare(nodes: Nodes) -> None:
+    """The loss is noticed elsewhere: a job on one node does without the store."""
+    by_rank(nodes.join("abc"), "abc")
+    nodes.rounds["a"]._bounded._lost = "it has not answered"
+    assert not nodes.rounds["a"].has_spare()
+
+
+def test_a_job_that_is_over_is_deserted_when_the_last_node_knows_it(nodes: Nodes) -> None:
+    by_rank(nodes.join("abc"), "abc")
+    spare = nodes.join("d")["d"]
+    wait_until(lambda: bool(nodes.rounds["a"]._read().candidates))
+    for name in "abc":
+        assert not nodes.rounds["a"].is_deserted()
+        nodes.rounds[name].shutdown()
+    with pytest.raises(RendezvousGracefulExitError):
+        spare.result(LIMIT_S)
+    assert nodes.rounds["a"].is_deserted()
 
 
 def test_nodes_of_a_round_without_others_are_told_that_it_is_over(nodes: Nodes) -> None:
@@ -104,6 +142,22 @@ def test_nodes_of_a_round_without_others_are_told_that_it_is_over(nodes: Nodes) 
         nodes.rounds[name]._heart.stop()
     assert by_rank(nodes.join("def"), "def") == "def"
     assert meeting.has_words()
+
+
+def test_a_change_by_a_node_that_has_died_at_once_is_seen(nodes: Nodes) -> None:
+    """It has changed the state, and not counted the change."""
+    rules = replace(RULES, silence_s=1)
+    joined = nodes.join("ab", rules)
+    store = nodes.rounds["a"]._store
+    wait_until(lambda: store.check(["state"]) and len(RoundState.from_json(store.get("state")).candidates) == 2)
+    text = store.get("state").decode()
+    members = sorted(
+        [*RoundState.from_json(text).candidates, LauncherNode("c", "127.0.0.9", order=999)],
+        key=lambda node: node.sort_key,
+    )
+    begun = RoundState.from_json(text).begin(members).to_json()
+    assert store.compare_set("state", text, begun).decode() == begun
+    assert {joined[name].result(20).rank for name in "ab"} == {0, 1}
 
 
 def test_no_round_without_enough_nodes(nodes: Nodes) -> None:

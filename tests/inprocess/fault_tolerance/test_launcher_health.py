@@ -153,11 +153,16 @@ def test_an_unfit_node_goes_on_hosting_the_store(job: Job) -> None:
     while not os.path.exists(os.environ["TEST_EVENTS"] + ".go"):
         time.sleep(0.02)
     """
-    nodes = start_nodes(job, script, 3, command(job), nodes="2:3")
+    nodes = start_nodes(job, script, 3, command(job), nodes="2:4", conf="keep_alive_max_attempt=30")
     nodes[0].wait_log("this node hosts the store of the rendezvous, so its launcher runs")
     job.wait_event("rank 1 node")
+    spare = job.launch(script, *nodes[1].options, env={"TEST_NODE": "3"})
+    spare.wait_log("this node waits as a spare")
+    spare.signal(signal.SIGSTOP)
     job.folder.joinpath("events.go").touch()
-    assert [each.wait() for each in nodes] == [0, 0, 0]
+    assert [each.wait() for each in nodes[1:]] == [0, 0]
+    spare.signal(signal.SIGCONT)
+    assert [spare.wait(), nodes[0].wait()] == [0, 0], "the last to leave needs the store, too"
     assert "cycle 0 begins" not in nodes[0].log()
 
 

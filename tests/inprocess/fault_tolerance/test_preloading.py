@@ -80,11 +80,14 @@ def run(
     return code, json.loads((folder / "out").read_text()), (folder / "err").read_text()
 
 
-@pytest.mark.parametrize("program", ["script", "module"])
+@pytest.mark.parametrize("program", ["script", "module", "directory"])
 def test_a_program_finds_what_it_finds_in_a_process_of_its_own(
     folder: Path, preloaded: PreloadedWorkers, program: str
 ) -> None:
-    arguments = [str(folder / "program" / "main.py")] if program == "script" else ["-m", "main"]
+    script, directory = folder / "program" / "main.py", folder / "program" / "app"
+    directory.mkdir()
+    directory.joinpath("__main__.py").write_text(script.read_text())
+    arguments = {"script": [str(script)], "module": ["-m", "main"], "directory": [str(directory)]}[program]
     preloaded.fill()
     (pid,) = preloaded.pids
     fresh = run(folder, None, [*arguments, "7"])
@@ -95,6 +98,25 @@ def test_a_program_finds_what_it_finds_in_a_process_of_its_own(
     assert taken[0] == 7
 
 
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_modules_of_the_program_are_not_taken_for_those_beside_the_waiting_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, safe_path: str
+) -> None:
+    """The launcher has a module `node_choice`, too."""
+    monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
+    (folder / "program" / "node_choice.py").write_text("MINE = True\n")
+    main = folder / "program" / "main.py"
+    main.write_text(f"import node_choice\nassert node_choice.MINE\n{main.read_text()}")
+    found = []
+    for modules in ([], ["node_choice"]):
+        preloaded = PreloadedWorkers(modules, 1)
+        preloaded.fill()
+        code, values, errors = run(folder, preloaded, [str(main), "0"])
+        assert code == 0, errors
+        found.append(values["path"])
+    assert found[0] == found[1]
+
+
 def test_a_program_that_comes_early_waits_for_the_modules_only(folder: Path, preloaded: PreloadedWorkers) -> None:
     preloaded.fill(delay_s=3600)
     (pid,) = preloaded.pids
@@ -102,9 +124,11 @@ def test_a_program_that_comes_early_waits_for_the_modules_only(folder: Path, pre
     assert (code, found["pid"], found["loaded"]) == (0, pid, True)
 
 
-def test_a_module_that_cannot_be_imported_does_not_keep_the_program_from_running(folder: Path) -> None:
-    preloaded = PreloadedWorkers(["absent"], 1)
-    preloaded.fill()
+@pytest.mark.parametrize("name", ["absent", "exits"])
+def test_a_module_that_cannot_be_imported_does_not_keep_the_program_from_running(folder: Path, name: str) -> None:
+    (folder / "lib" / "exits.py").write_text("raise SystemExit(9)")
+    preloaded = PreloadedWorkers([name], 1)
+    preloaded.fill(delay_s=3600)
     (pid,) = preloaded.pids
     code, found, _ = run(folder, preloaded, [str(folder / "program" / "main.py"), "0"])
     assert (code, found["pid"], found["loaded"]) == (0, pid, False)

@@ -1,6 +1,8 @@
 """Checks that others make: a command, and decisions of the scheduler."""
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -24,6 +26,27 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path)
     sleeping = int((tmp_path / "pid").read_text())
     psutil.wait_procs([psutil.Process(sleeping)] if psutil.pid_exists(sleeping) else [], timeout=10)
     assert not psutil.pid_exists(sleeping) or psutil.Process(sleeping).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_command_may_leave_a_daemon_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the output of the command open."""
+    check = CommandCheck(f"echo done; sleep 1000 & echo $! > {tmp_path}/pid; exit $CODE", limit_s=30)
+    began = time.monotonic()
+    try:
+        monkeypatch.setenv("CODE", "0")
+        assert check.run().outcome == OK
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        monkeypatch.setenv("CODE", "4")
+        assert check.run().why == "done (exit code 4)"
+        assert time.monotonic() - began < 25
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_of_much_output_the_end_is_shown() -> None:
+    result = CommandCheck("head -c 9000000 /dev/zero | tr '\\0' x; echo; echo the end; exit 1").run()
+    assert result.why.endswith("x\nthe end (exit code 1)")
+    assert len(result.why) < 600
 
 
 def test_the_scheduler_excludes_an_allocation(tmp_path: Path) -> None:
