@@ -31,6 +31,7 @@ from inprocess.fault_tolerance.launcher.workers import (
     describe_failures,
     failures_of,
     log_cause,
+    set_aside_torn_records,
     start_worker,
     wait_readable,
 )
@@ -197,11 +198,12 @@ class LauncherAgent(LocalElasticAgent):
             self._resources.monitors.end_with_us(local_rank, pid)
         assert self._pcontext is not None
         workers = self._workers = WorkerProcesses(self._pcontext.pids())
-        torchs_close = self._pcontext._close
+        torchs_close, error_files = self._pcontext._close, self._pcontext.error_files
 
         def close(death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
             workers.stop(self._resources.options.workers_stop_timeout_s)
             if not workers.running:  # torch waits without limit for those that hang in the kernel
+                set_aside_torn_records(error_files.values())
                 torchs_close(death_sig, 1)  # closes files and the like
 
         # When torch is asked for the workers' state it stops the others itself, with a timeout of its own.
@@ -302,8 +304,9 @@ class LauncherAgent(LocalElasticAgent):
             return self._survivors.look()
         ended = self._workers.take_ended()
         failed = {local_rank: code for local_rank, code in ended.items() if code != 0 or self._left_early(local_rank)}
+        assert self._pcontext is not None
+        set_aside_torn_records(self._pcontext.error_files[local_rank] for local_rank in failed)
         if 0 in failed.values():  # for torch, that worker has succeeded
-            assert self._pcontext is not None
             failures = failures_of(failed, self._workers, self._worker_group.workers, self._pcontext.error_files)
             log_cause(failures, self._workers)
             return CycleEnd(describe_failures(failures), failures=failures, is_ours=True)

@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import Worker
@@ -19,7 +19,15 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from inprocess.fault_tolerance.launcher.worker_causes import cause_of_failures
 from inprocess.process_end import KernelEvidence
 
-__all__ = ["WorkerProcesses", "describe_failures", "failures_of", "log_cause", "start_worker", "wait_readable"]
+__all__ = [
+    "WorkerProcesses",
+    "describe_failures",
+    "failures_of",
+    "log_cause",
+    "set_aside_torn_records",
+    "start_worker",
+    "wait_readable",
+]
 
 _log = logging.getLogger(__name__)
 _KILL_WAIT_S = 30.0
@@ -35,6 +43,7 @@ class WorkerProcesses:
         self.pids = dict(pids)
         self.starts = dict.fromkeys(pids, 1)  # how many processes were started, by local rank
         self.kernel = KernelEvidence(os.getpid())  # workers are in the control group of the launcher
+        self.stopped: set[int] = set()  # local ranks of those that `stop` has ended
         self._running: dict[int, int] = {}  # local rank -> process descriptor
         for local_rank, pid in pids.items():
             with contextlib.suppress(ProcessLookupError):  # reaped already
@@ -84,6 +93,7 @@ class WorkerProcesses:
         self.take_ended()
         if not self._running:
             return
+        self.stopped |= self.running
         self.signal(signal.SIGTERM)
         self.signal(signal.SIGCONT)  # a stopped process can end only when it runs
         if self._wait(timeout_s):
@@ -110,6 +120,19 @@ class WorkerProcesses:
         return ", ".join(f"{local_rank} (pid {self.pids[local_rank]})" for local_rank in sorted(self._running))
 
 
+def set_aside_torn_records(error_files: Iterable[str]) -> None:
+    """Rename records of errors that torch cannot read: their writers were killed meanwhile, or a disk was full.
+
+    The workers must have ended. Torch logs the name of such a record, and raises.
+    """
+    for path in error_files:
+        try:
+            ProcessFailure(0, 0, 1, path)
+        except Exception:
+            with contextlib.suppress(OSError):
+                os.replace(path, f"{path}.torn")
+
+
 def failures_of(
     codes: Mapping[int, int], processes: WorkerProcesses, workers: Sequence[Worker], error_files: Mapping[int, str]
 ) -> dict[int, ProcessFailure]:
@@ -118,6 +141,7 @@ def failures_of(
     Crashes come first: torch takes the first of the earliest failures for the cause of all, and a worker that ends with
     0 too early is often a consequence.
     """
+    set_aside_torn_records(error_files[local_rank] for local_rank in codes)
     return {
         int(workers[local_rank].global_rank): ProcessFailure(
             local_rank, processes.pids[local_rank], code, error_files[local_rank]
@@ -134,9 +158,10 @@ def describe_failures(failures: Mapping[int, ProcessFailure]) -> str:
 
 
 def log_cause(failures: Mapping[int, ProcessFailure], processes: WorkerProcesses) -> None:
-    """Log why workers have failed, on one line."""
+    """Log why workers have failed, on one line. Those that were stopped because others had failed are no cause."""
     if failures:
-        _log.error("cause: %s", cause_of_failures(failures, processes.kernel))
+        first = {rank: each for rank, each in failures.items() if each.local_rank not in processes.stopped}
+        _log.error("cause: %s", cause_of_failures(first or failures, processes.kernel))
 
 
 def start_worker(

@@ -54,6 +54,24 @@ def test_what_a_worker_has_recorded(message: Any, expected: FaultClass, tmp_path
     assert cause.text.startswith("exit code 1: ")
 
 
+def test_a_record_of_an_error_that_is_not_whole_does_not_end_the_launcher(job: Job) -> None:
+    """The disk is full, or the worker was killed meanwhile."""
+    script = """
+        if cycle == 0:
+            if rank == 1:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+                file.write('{"mess')
+            others("written")
+            if rank == 1:
+                hang()
+            sys.exit(3)
+    """
+    launcher = job.one_node(script, "--workers-stop-timeout=1", ranks=2)
+    assert launcher.wait() == 0, launcher.log()
+    assert "rank 0 was first: exit code 3" in launcher.log(), "the launcher has killed the other"
+
+
 def test_one_traceback_and_one_cause_of_a_fault_that_all_ranks_have(job: Job) -> None:
     script = """
         import inprocess
