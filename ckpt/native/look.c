@@ -23,12 +23,12 @@ object *PyObject_CallFunctionObjArgs(object *, ...);
 object *PyObject_CallMethod(object *, const char *, const char *, ...);
 object *PyObject_GenericGetDict(object *, void *);
 int PyObject_RichCompareBool(object *, object *, int);
-intptr_t PyObject_Size(object *);
 int PySequence_Contains(object *, object *);
 object *PySequence_List(object *);
 object *PyTuple_GetItem(object *, intptr_t);
 void Py_DecRef(object *);
 void Py_IncRef(object *);
+extern object PySet_Type;
 
 /* The kinds of nodes; those before KINDS are also written into the structure. As `Kind` in state_look.py. */
 enum { TENSOR, PART, DICT, ORDERED, LIST, TUPLE, MODULE, ASKED, ABSENT, KINDS, OTHER = KINDS, EACH };
@@ -150,12 +150,14 @@ static int find_tables(struct look *look, struct module *module) {
     return FINE;
 }
 
+/* Only tables of types that run no code of a program when they are read. */
 static int check_tables(struct look *look, struct module *module) {
     for (int table = HOOKS; table < TABLES; table++) {
-        intptr_t count = PyObject_Size(module->tables[table]);
+        intptr_t count = PyDict_Size(module->tables[table]);
         if (count < 0) PyErr_Clear();
         if (count) return NO_MODULE;
     }
+    if (type_of(module->tables[SKIPPED]) != &PySet_Type) return NO_MODULE;
     for (int table = PARAMETERS; table <= MODULES; table++)
         if (type_of(module->tables[table]) != look->dict) return NO_MODULE;
     for (int table = PARAMETERS; table < HOOKS; table++) Py_IncRef(module->tables[table]);

@@ -739,3 +739,34 @@ assert ("model", "5.weight") not in states.flatten(state).tensors
 
 def test_a_state_dict_of_all_modules_that_was_replaced_before_the_import() -> None:
     subprocess.run([sys.executable, "-c", _REPLACED], check=True)
+
+
+def test_hooks_in_a_table_that_says_that_it_is_empty_run() -> None:
+    class Hooks(OrderedDict[int, Callable[..., None]]):
+        def __len__(self) -> int:
+            return 0
+
+    more: State = {}
+    model = torch.nn.Sequential(*map(torch.nn.Linear, [2] * _COUNT, [3] * _COUNT))
+    model[5]._state_dict_hooks = Hooks({1: lambda module, state_dict, *_: state_dict.update(more)})
+    states = _known({"model": model})
+    more["more"] = torch.ones(3)
+    assert not _is_known(states, {"model": model})
+
+
+def test_a_class_that_replaces_tensors_while_a_module_is_read() -> None:
+    """Code of a program that runs then may free what was found before."""
+
+    class Skipped(set[str]):
+        def __contains__(self, name: object) -> bool:
+            table = model[5]._buffers
+            table[str(name)] = torch.full_like(table[str(name)], 7.0)
+            return False
+
+    model = torch.nn.Sequential(*map(torch.nn.Linear, [2] * _COUNT, [3] * _COUNT))
+    model[5].register_buffer("statistics", torch.zeros(1000))
+    model[5]._non_persistent_buffers_set = Skipped()
+    states = KnownStates()
+    for expected in (0, 7, 7):
+        flat = states.flatten({"model": model})
+        assert (flat.tensors["model", "5.statistics"].local == expected).all()
