@@ -1,7 +1,7 @@
 """Whether this node may work: its checks before each rendezvous and while it works, and how others learn of a failure.
 
 the launcher's log         each check that has failed
-the log of the others      through the store of the rendezvous: unfit/<n>, the n-th node of the job that was unfit
+the log of the others      through the store of the rendezvous: a line of the value of "unfit"
 --ft-node-health-publish-dir    HOST.json: the last failure; events.jsonl: a line for each
 """
 
@@ -111,9 +111,10 @@ class NodeAdmission:
         self._next_read_s = time.monotonic() + _OTHERS_INTERVAL_S
         store = self._rounds.job_store
         try:
-            while store is not None and store.check([f"unfit/{self._read + 1}"]):
+            lines = store.get("unfit").splitlines() if store is not None and store.check(["unfit"]) else []
+            while self._read < len(lines):
                 self._read += 1
-                entry = _UnfitNode(**json.loads(store.get(f"unfit/{self._read}")))
+                entry = _UnfitNode(**json.loads(lines[self._read - 1]))
                 self._nodes.add((entry.host, entry.pid))
                 if (entry.host, entry.pid) != _here():
                     _log.warning("node %s (launcher %d) is unfit: %s", entry.host, entry.pid, entry.reason)
@@ -147,7 +148,7 @@ class NodeAdmission:
         host, pid = _here()
         entry = json.dumps({"host": host, "pid": pid, "reason": reason})
         try:
-            store.set(f"unfit/{store.add('unfit', 1)}", entry)
+            store.append("unfit", f"{entry}\n")
         except RuntimeError as error:
             _log.warning("the other nodes are not told: %s", error)
 
