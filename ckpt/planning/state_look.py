@@ -79,7 +79,7 @@ _KINDS: Mapping[type[Any], int] = MappingProxyType(
 
 
 class StateLook:
-    """What one look at `state` has found. `ask` returns the state dicts of objects, and what it raises is raised.
+    """The result of one look at `state`. `ask` returns the state dicts of objects, and what it raises is raised.
 
     With the structure of another state, `is_known` says whether this one has the same; otherwise, whether it can be
     compared with later ones, and `structure` is to be given to those looks. It cannot with tensors that are not plain.

@@ -27,7 +27,7 @@ __all__ = ["BLOCK_BYTES", "BlockError", "Connection", "GREETING_S", "GreetingErr
 
 
 BLOCK_BYTES = 256 << 10
-"""What is sent, and checked, at once."""
+"""Bytes that are sent, and checked, at once."""
 
 MIN_BANDWIDTH = 64 << 10  # bytes per second: a block takes less time than a peer may be silent
 _BURST_S = 0.05

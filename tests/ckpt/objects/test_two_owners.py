@@ -102,7 +102,7 @@ def test_a_late_save_that_the_later_owner_has_abandoned(job_bucket: Bucket, tmp_
     def rule(request: Request) -> None:
         if request.method == "DELETE" or (request.method == "POST" and "?delete" in request.path):
             deletes.set()
-            assert looked.wait(40), "nobody has looked for the intent"
+            assert looked.wait(40), "no process has looked for the intent"
         elif request.method == "HEAD" and request.path.endswith("/intent.json"):
             looked.set()
             assert _becomes_true(done.exists), "the writer does not end"
