@@ -14,12 +14,21 @@ import struct
 import time
 from pathlib import Path
 
-__all__ = ["KernelEvidence", "OomKills", "describe_code", "describe_status", "exit_status", "kernel_lines"]
+__all__ = [
+    "KERNEL_LOG",
+    "KernelEvidence",
+    "OomKills",
+    "describe_code",
+    "describe_status",
+    "exit_status",
+    "kernel_lines",
+    "next_record",
+]
 
 _INFO = struct.Struct("<QQ11Ii")  # `struct pidfd_info` of the kernel: mask, control group, ids, exit code
 _GET_INFO = 0xC040FF0B  # PIDFD_GET_INFO
 _INFO_EXIT = 8  # the exit code is there: Linux 6.15, of a process that was reaped
-_KERNEL_LOG = "/dev/kmsg"
+KERNEL_LOG = "/dev/kmsg"
 _RECORD_BYTES = 8192  # the kernel returns one record per read, and none is longer
 _READ_S = 0.5
 _CLOCK_SLACK_S = 5.0  # the clock of the kernel log is not adjusted as that of `time.monotonic` is
@@ -105,7 +114,7 @@ def _counting_file(pid: str) -> Path | None:
     return None
 
 
-def kernel_lines(pid: int, since_s: float, path: str = _KERNEL_LOG) -> tuple[str, ...]:
+def kernel_lines(pid: int, since_s: float, path: str = KERNEL_LOG) -> tuple[str, ...]:
     """Return lines of the log of the kernel, where it is readable, since a time of `time.monotonic`.
 
     Those about an error of a GPU, and those about this process, such as that it was killed.
@@ -116,8 +125,8 @@ def kernel_lines(pid: int, since_s: float, path: str = _KERNEL_LOG) -> tuple[str
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             deadline = time.monotonic() + _READ_S
-            while len(found) < _MOST_LINES and time.monotonic() < deadline and (record := _next_record(log)):
-                head, _, text = record.partition(";")
+            while len(found) < _MOST_LINES and time.monotonic() < deadline and (record := next_record(log)):
+                head, _, text = record.decode(errors="replace").partition(";")
                 line = text.partition("\n")[0][:_LINE_CHARS]
                 at_s = float(head.split(",")[2]) / 1e6
                 if at_s >= since_s - _CLOCK_SLACK_S and wanted.search(line):
@@ -127,15 +136,15 @@ def kernel_lines(pid: int, since_s: float, path: str = _KERNEL_LOG) -> tuple[str
     return tuple(found)
 
 
-def _next_record(log: int) -> str:
+def next_record(log: int) -> bytes:
     """Return the next record of the log of the kernel, "priority,number,microseconds,flags;text"; empty at its end."""
     while True:
         try:
-            return os.read(log, _RECORD_BYTES).decode(errors="replace")
+            return os.read(log, _RECORD_BYTES)
         except BrokenPipeError:  # overwritten meanwhile; the next read continues behind it
             continue
         except BlockingIOError:
-            return ""
+            return b""
 
 
 class KernelEvidence:

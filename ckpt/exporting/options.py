@@ -1,4 +1,4 @@
-"""What is exported and how: the arguments of `ckpt.export`, and of exports beside a training job.
+"""The content and form of an export: the arguments of `ckpt.export`, and of exports beside a training job.
 
 `HfFiles` are the files of a Hugging Face model besides its tensors: config.json, and those of a tokenizer.
 """

@@ -1,4 +1,4 @@
-"""What of a step is exported: its leaves and their new names, and tensors as blocks of bounded memory."""
+"""The exported part of a step: its leaves and their new names, and tensors as blocks of bounded memory."""
 
 from __future__ import annotations
 

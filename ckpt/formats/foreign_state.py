@@ -51,7 +51,7 @@ DESCRIPTIONS = MappingProxyType(
         "zarr": "a directory of Zarr arrays",
     }
 )
-"""What each kind is, for messages."""
+"""The description of each kind, for messages."""
 
 
 def kind_of(path: str) -> Kind | None:

@@ -53,7 +53,7 @@ def _are_plain(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> bool:
 
 
 def _forms_that_fit(reads: Sequence[Read]) -> list[bool]:
-    """Return of which reads the leaf is all of the tensor, in its dtype, and that is stored as one block."""
+    """Return which reads are of a leaf that is all of its tensor, in its dtype, and stored as one block."""
     known: dict[tuple[int, int, int], bool] = {}
     fits = []
     for _, tensor, leaf in reads:

@@ -56,7 +56,7 @@ _NO_STATEFUL = (PerRank, RngState, torch.Tensor, np.ndarray, Mapping, list, dequ
 
 
 class _Kind(IntEnum):
-    """What a node of a state is, as in look.c. Those up to `ABSENT` are also in structures."""
+    """The kind of a node of a state, as in look.c. Those up to `ABSENT` are also in structures."""
 
     TENSOR = 0
     PART = 1
@@ -132,7 +132,7 @@ class StateLook:
         return _Kind.PART
 
     def _ask(self, stateful: Any) -> tuple[Any, Any]:
-        """Return what a save records of an object, and its state dict."""
+        """Return the record of an object for a save, and its state dict."""
         before = self._before[len(self.stateful)] = self._ask_for((), stateful)
         self.stateful.append(stateful)
         return recorded_class(stateful, before), before

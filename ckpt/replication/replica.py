@@ -1,4 +1,4 @@
-"""What is replicated, from where, to where: on another node, each rank for as many as the others; and the messages.
+"""Replicas of snapshots on other nodes, each rank keeping as many as the others; and the messages about them.
 
 Those of a replica process with its trainer go over a packet channel, those with its peers over TCP:
 

@@ -225,7 +225,7 @@ def _add_part(
 
 
 class Readable(Protocol):
-    """What can be read at any place, as an `OpenFile`."""
+    """A file that can be read at any place, such as an `OpenFile`."""
 
     def read(self, offset: int, nbytes: int) -> bytes | memoryview: ...
     def read_into(self, memory: memoryview, offset: int) -> int: ...

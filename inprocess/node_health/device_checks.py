@@ -10,6 +10,7 @@ from pathlib import Path
 
 from inprocess.hardware import Gpu, Port, all_ports, open_gpus
 from inprocess.node_health.interface import CheckResult, NodeCheck, failed, failed_if, not_applicable, ok
+from inprocess.process_end import KERNEL_LOG, next_record
 
 __all__ = ["ClockCheck", "GpuCheck", "NetworkCardCheck", "NvLinkCheck", "XidCheck", "read_clock"]
 
@@ -17,7 +18,6 @@ __all__ = ["ClockCheck", "GpuCheck", "NetworkCardCheck", "NvLinkCheck", "XidChec
 # uncontained ECC, no answer from the GPU's system processor.
 _XIDS = {48, 64, 74, 79, 95, 119, 120}
 _XID_LINE = re.compile(rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
-_RECORD_BYTES = 8192
 _TIME_ERROR = 5  # of adjtimex: the clock is not synchronized
 
 
@@ -82,7 +82,7 @@ class XidCheck(NodeCheck):
     name = "xid"
     is_cheap = True
 
-    def __init__(self, path: str | os.PathLike[str] = "/dev/kmsg") -> None:
+    def __init__(self, path: str | os.PathLike[str] = KERNEL_LOG) -> None:
         self._path = path
         self._fd: int | None = None
         self._found: list[tuple[str, int]] = []
@@ -105,15 +105,7 @@ class XidCheck(NodeCheck):
         return failed_if(self, [f"GPU at PCI {place}: Xid {xid}" for place, xid in dict.fromkeys(ours)])
 
     def _read(self, fd: int) -> None:
-        while True:
-            try:
-                record = os.read(fd, _RECORD_BYTES)
-            except BlockingIOError:
-                return
-            except BrokenPipeError:  # records were overwritten before they were read; the next read goes on behind them
-                continue
-            if not record:
-                return
+        while record := next_record(fd):
             for place, xid in _XID_LINE.findall(record):
                 if int(xid) in _XIDS:
                     self._found.append((place.decode(), int(xid)))

@@ -60,9 +60,7 @@ def test_a_node_that_is_unfit_at_the_start_does_not_join_and_a_spare_works(job: 
 @full_only
 def test_a_node_that_has_become_unfit_leaves_at_the_next_rendezvous(job: Job) -> None:
     nodes = start_nodes(job, WORK, 3, command(job), nodes="2:3")
-    job.wait_event("cycle 0 rank 0 node")
-    job.wait_event("cycle 0 rank 1 node")
-    busy = [number for number, each in enumerate(nodes) if "cycle 0 begins" in each.log()]
+    busy = busy_nodes(job, nodes)
     number = next(each for each in busy if each != 0)
     make_unfit(job, number, "too hot")
     job.folder.joinpath("events.go").touch()
@@ -70,6 +68,13 @@ def test_a_node_that_has_become_unfit_leaves_at_the_next_rendezvous(job: Job) ->
     assert "this node is unfit: command: too hot" in nodes[number].log()
     assert "cycle 1 begins" not in nodes[number].log()
     assert job.events().count("ends") == 2
+
+
+def busy_nodes(job: Job, nodes: list[Launcher]) -> list[int]:
+    """Wait for both ranks; the numbers of the nodes that have them, not of the spares."""
+    job.wait_event("cycle 0 rank 0 node")
+    job.wait_event("cycle 0 rank 1 node")
+    return [number for number, each in enumerate(nodes) if "cycle 0 begins" in each.log()]
 
 
 def start_with_gpus(job: Job, script: str, *options: str, nodes: str) -> tuple[list[Launcher], list[DevicesFile]]:
@@ -92,9 +97,7 @@ def test_a_node_whose_gpu_is_lost_while_it_works_makes_room_for_a_spare(job: Job
     say("ends")
     """
     nodes, devices = start_with_gpus(job, script, nodes="2:3")
-    job.wait_event("cycle 0 rank 0 node")
-    job.wait_event("cycle 0 rank 1 node")
-    busy = [number for number, each in enumerate(nodes) if "cycle 0 begins" in each.log()]
+    busy = busy_nodes(job, nodes)
     number = next(each for each in busy if each != 0)
     devices[number].set(lost=True)
     assert [each.wait() for each in nodes] == [0, 0, 0]
@@ -130,9 +133,7 @@ def test_a_spare_that_has_become_unfit_while_it_waited_leaves_when_it_gets_in(jo
     say("ends")
     """
     nodes, devices = start_with_gpus(job, script, nodes="2:3")
-    job.wait_event("cycle 0 rank 0 node")
-    job.wait_event("cycle 0 rank 1 node")
-    busy = [number for number, each in enumerate(nodes) if "cycle 0 begins" in each.log()]
+    busy = busy_nodes(job, nodes)
     (spare,) = {0, 1, 2} - set(busy)
     nodes[spare].wait_log("checks of this node: gpu: ok")
     devices[spare].set(ecc_errors=1)
