@@ -35,8 +35,6 @@ from inprocess.ipc.interpreter import import_path
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["Call", "CallTimer", "CodePickler", "RecoverableCall", "pickled", "unpickled"]
-
 
 class CallTimer(Protocol):
     """The time limit of one running call.

@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["WarmupPersistentCaller", "abort_nvrx_checkpoint", "remember"]
-
 
 class _Queue(Protocol):
     def start(self) -> None: ...

@@ -34,8 +34,6 @@ from inprocess.ipc.uncopied import Uncopied
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["AsyncCallsQueue", "DistributedAsyncCaller"]
-
 
 _log = logging.getLogger("ckpt")
 _ENDING_S = 10.0  # of the time for `close`, at most a quarter of it: to end processes, after the wait for calls

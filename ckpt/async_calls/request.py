@@ -16,8 +16,6 @@ from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.failure import Failure
 from ckpt.ranks.group import own_rank
 
-__all__ = ["AsyncRequest", "Request", "Work", "as_request", "run_all", "work_of"]
-
 _SYNC_S = 1800.0  # for the other ranks to do the same in their processes
 
 

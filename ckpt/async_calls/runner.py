@@ -27,8 +27,6 @@ from inprocess.ipc.threads import finishes_within
 from inprocess.ipc.uncopied import Uncopied
 from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["NO_CALL", "CallRunner"]
-
 _log = logging.getLogger("ckpt")
 NO_CALL = 2**62  # above the index of any call
 

@@ -10,8 +10,6 @@ from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.failure import Failure
 from ckpt.ranks.group import own_rank
 
-__all__ = ["SettledCalls", "exchange_failures", "failed_elsewhere", "not_closed", "not_done", "raised", "with_note"]
-
 
 class SettledCalls:
     """The calls that are known to be settled on all ranks.

@@ -34,8 +34,6 @@ from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["CallOutcome", "WriterConfig", "WriterPool", "WriterProcess", "wait_for_any", "with_priorities"]
-
 
 @dataclass(frozen=True)
 class WriterConfig:

@@ -41,20 +41,6 @@ from ckpt.ranks.failure import clip
 from inprocess.ipc.packets import Channel, Codec, Packet
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = [
-    "CODEC",
-    "CONTROL_PAGE",
-    "ControlPage",
-    "Message",
-    "MessageChannel",
-    "Ready",
-    "Run",
-    "WriterContext",
-    "current",
-    "failed",
-    "run",
-]
-
 CONTROL_PAGE = "control"  # region id of the page that `ControlPage` describes; attached before anything else
 _MAX_ERROR_BYTES = 4 << 10
 _MAX_TRACEBACK_BYTES = 32 << 10

@@ -14,8 +14,6 @@ from ckpt.engine.restores import Restores
 from ckpt.loading.restore_step import RestoreReport
 from ckpt.ranks.group import Group
 
-__all__ = ["RestartBridge"]
-
 _ANSWER_S = 5.0  # for writers to report saves that are already decided
 
 

@@ -17,8 +17,6 @@ from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import Origin
 from inprocess.ipc.threads import finishes_within
 
-__all__ = ["Closing"]
-
 _LEAVING_S = 5.0  # to leave the root and end processes, when nothing is waited for; an eighth of `timeout` at most
 _KEEPER_S = 20.0  # it has nothing left to do, but may only be starting
 _log = logging.getLogger("ckpt")

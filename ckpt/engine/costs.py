@@ -9,8 +9,6 @@ from typing import Any
 
 from ckpt.pace import Measured
 
-__all__ = ["Costs"]
-
 _QUIET = 101  # steps whose median is the time of a step beside which nothing is saved
 _LEAST_QUIET = 3
 _MOST = 1e12  # seconds, or faults

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ckpt.engine.parts import Parts
 from ckpt.errors import CheckpointNotFoundError, StorageError
 
-__all__ = ["delete_step"]
-
 
 def delete_step(parts: Parts, step: int) -> None:
     """Remove a published step, on rank 0. See `Checkpointer.delete`."""

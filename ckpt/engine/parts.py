@@ -37,7 +37,6 @@ from ckpt.storage.stores.interface import StorageOptions
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["CheckpointerSettings", "Parts", "node_local_path"]
 
 _MIRROR_S = 60.0  # for requests to the mirror, which are tried again later
 

@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager
 from ckpt.async_calls import CallTimer
 from ckpt.saving.timers import Timers
 
-__all__ = ["Phases"]
-
 PhaseObserver = Callable[[str], AbstractContextManager[object]]
 
 

@@ -31,8 +31,6 @@ from ckpt.storage.roots import note_seen
 from inprocess.ipc.reported_step import report_step
 from inprocess.ipc.restart_index import current_restart_index
 
-__all__ = ["Restores"]
-
 _log = logging.getLogger("ckpt")
 
 

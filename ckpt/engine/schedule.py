@@ -37,8 +37,6 @@ from ckpt.ranks.rounds import LateRanks, value_of
 from ckpt.saving.task import COORDINATOR
 from inprocess.ipc.restart_index import current_restart_index
 
-__all__ = ["Schedule"]
-
 _log = logging.getLogger("ckpt")
 _SAVES = 2  # without `step`, until a warning: the first one may be the last step of a job that is about to end
 _LEAST_S, _AHEAD_S = 0.5, 10.0  # from one appointment to the next, in whole steps

@@ -30,8 +30,6 @@ from ckpt.storage.step_source import HeldStep
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
 
-__all__ = ["BackgroundExports"]
-
 _log = logging.getLogger("ckpt")
 
 _NICE = 15

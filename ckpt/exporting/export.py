@@ -27,9 +27,6 @@ from ckpt.storage.interface import Root
 from ckpt.storage.roots import open_root, own_directory
 from ckpt.storage.stores.interface import StorageOptions
 
-__all__ = ["Exported", "export", "export_alone", "export_as"]
-
-
 _CHECK_S = 1.0
 _LOOK_S = 0.2
 

@@ -18,9 +18,6 @@ from typing import Any, Literal, get_args
 from ckpt.arguments import duration, whole_number
 from ckpt.errors import ConversionError, StorageError
 
-__all__ = ["DTYPES", "ExportForm", "ExportOptions", "Format", "HfFiles", "byte_count"]
-
-
 Format = Literal["safetensors", "hf", "torch", "dcp"]
 
 DTYPES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})

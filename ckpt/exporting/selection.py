@@ -27,20 +27,6 @@ from ckpt.storage.dtypes import stored
 from ckpt.values.codec import encode_value
 from ckpt.values.containers import Container
 
-__all__ = [
-    "NewValue",
-    "Selection",
-    "StepLeaf",
-    "StepTensor",
-    "StepValue",
-    "dotted",
-    "matching",
-    "same_value",
-    "select",
-    "tensor_leaves",
-    "value_leaves",
-]
-
 
 @dataclass(frozen=True)
 class StepLeaf:

@@ -20,7 +20,6 @@ from ckpt.paths import Path
 if TYPE_CHECKING:
     from ckpt.formats.dcp_writer import Values
 
-__all__ = ["WRITERS", "Count", "Written", "first_few"]
 
 Count = Callable[[int], None]
 """Called with the bytes done since the last call."""

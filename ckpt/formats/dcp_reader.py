@@ -35,8 +35,6 @@ from ckpt.paths import Path
 from ckpt.planning.boxes import Box, tile_exactly
 from ckpt.storage.dtypes import names as dtype_names
 
-__all__ = ["Chunk", "ChunkedTensor", "Metadata", "OpenDcp", "Span", "open_dcp", "read_metadata", "state_of_dcp"]
-
 
 @dataclass(frozen=True)
 class Span:

@@ -25,8 +25,6 @@ from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import torch_dtype
 from ckpt.storage.files import storage_errors
 
-__all__ = ["DCP_VERSION", "Values", "flat_values", "write_dcp"]
-
 _DATA_NAME = "__0_0.distcp"
 _METADATA_NAME = ".metadata"
 DCP_VERSION = "1.0.0"

@@ -23,22 +23,6 @@ from ckpt.storage.directories import Rename, fsync_directory, remove_tree, renam
 from ckpt.storage.files import rename_no_replace, storage_errors, sync_files
 from inprocess.ipc.process import Process
 
-__all__ = [
-    "NewDirectory",
-    "check_link",
-    "check_new",
-    "check_outside",
-    "discard",
-    "file_in",
-    "file_size",
-    "foreign_file",
-    "hidden_name",
-    "new_file",
-    "read_box",
-    "read_bytes",
-    "remove_left",
-]
-
 _POINTER = b"version https://git-lfs"
 _FOREIGN = MappingProxyType(
     {

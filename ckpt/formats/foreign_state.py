@@ -35,8 +35,6 @@ from ckpt.values.containers import rebuild
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DESCRIPTIONS", "Kind", "kind_of", "load_foreign", "open_foreign"]
-
 
 Kind = Literal["dcp", "torch", "safetensors", "safetensors-directory", "orbax", "ocdbt", "zarr"]
 

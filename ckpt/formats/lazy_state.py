@@ -15,19 +15,6 @@ from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import names, stored
 from ckpt.values.containers import Container
 
-__all__ = [
-    "Blocks",
-    "Bytes",
-    "FileTensor",
-    "LazyState",
-    "NewTensor",
-    "ReadBox",
-    "UnsafeError",
-    "check_dtype",
-    "nested_state",
-    "read_parts",
-]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 ReadBox = Callable[[Box, Bytes], None]

@@ -25,8 +25,6 @@ from ckpt.formats.foreign_files import check_link, file_in, file_size, read_byte
 from ckpt.paths import Path
 from ckpt.storage.documents import well_formed
 
-__all__ = ["MANIFEST", "OrbaxLeaf", "OrbaxTree", "is_orbax", "item_directory", "read_strings", "read_tree"]
-
 MANIFEST = "manifest.ocdbt"
 _TREE = "_METADATA"
 _STEP = "_CHECKPOINT_METADATA"

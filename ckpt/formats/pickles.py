@@ -26,8 +26,6 @@ from ckpt.formats.foreign_files import read_bytes
 from ckpt.formats.lazy_state import UnsafeError
 from ckpt.storage.dtypes import names, stored
 
-__all__ = ["Function", "StandIn", "TensorLocation", "check_archive", "find_tensor", "load"]
-
 _MAX_PICKLE_BYTES = 1 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 

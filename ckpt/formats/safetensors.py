@@ -30,18 +30,6 @@ from ckpt.storage.array_metadata import MAX_DIMENSIONS
 from ckpt.storage.dtypes import stored
 from ckpt.storage.files import storage_errors
 
-__all__ = [
-    "DTYPES",
-    "METADATA",
-    "SUFFIX",
-    "is_safetensors_directory",
-    "looks_like_safetensors",
-    "looks_like_torch",
-    "open_directory",
-    "open_file",
-    "write_safetensors",
-]
-
 METADATA = "__metadata__"
 SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"

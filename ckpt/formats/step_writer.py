@@ -39,8 +39,6 @@ from ckpt.values.codec import encode_value
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["write_step"]
-
 _FLAG_BYTES = 4096
 _GENERATION = 1
 

@@ -31,8 +31,6 @@ from ckpt.formats.lazy_state import Bytes, FileTensor, ReadBox, read_parts
 from ckpt.planning.boxes import Box
 from ckpt.storage.files import storage_errors
 
-__all__ = ["ArrayDatabase", "ArrayPlace", "Driver"]
-
 Driver = Literal["zarr", "zarr3"]
 
 _DTYPES = frozenset(

@@ -28,8 +28,6 @@ from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.planning.state_dict import flatten
 
-__all__ = ["load_object", "loads_without_code", "memory_reader", "open_torch_file", "placeholder", "state_of"]
-
 _MAX_NESTING = 100  # of a state
 _MAX_REPEATED = 1_000_000
 _ZIP = b"PK\3\4"

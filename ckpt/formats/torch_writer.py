@@ -29,8 +29,6 @@ from ckpt.paths import Path, display
 from ckpt.storage.dtypes import stored, torch_dtype
 from ckpt.values.containers import Container, rebuild
 
-__all__ = ["loadable", "write_torch_file"]
-
 _PROTOCOL = 2  # of pickle, as torch.save uses it
 _ALIGNMENT = 64
 _ZIP64_BYTES = 1 << 30

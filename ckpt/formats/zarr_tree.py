@@ -26,9 +26,6 @@ from ckpt.formats.tensorstore_arrays import ArrayDatabase, ArrayPlace
 from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 
-__all__ = ["ARRAY_DOCUMENTS", "check_files", "open_ocdbt", "open_orbax", "open_zarr"]
-
-
 _V2, _V3 = ".zarray", "zarr.json"
 ARRAY_DOCUMENTS = (_V3, _V2)
 _MAX_DEPTH = 100

@@ -40,8 +40,6 @@ from ckpt.keeper.takeover import release_all
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.process import has_ended
 
-__all__ = ["PROGRAMS", "let_go_of_terminal", "main"]
-
 PROGRAMS = MappingProxyType(
     {
         "writer": "ckpt.async_calls.writer_main",

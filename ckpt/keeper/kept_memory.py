@@ -52,9 +52,6 @@ from inprocess.ipc.proofs import NONCE_BYTES
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.unix_sockets import peer_pid
 
-__all__ = ["KeptMemory", "LeftMemory", "STATUS", "WorkerMemory", "answer"]
-
-
 STATUS = "ckpt-keeper"
 """The name of the memfd that says what a keeper keeps, as JSON."""
 

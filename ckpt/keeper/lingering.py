@@ -16,8 +16,6 @@ from ckpt.keeper.trainer_side import Keeper
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.unix_sockets import listen
 
-__all__ = ["LingeringMemory"]
-
 _log = logging.getLogger("ckpt")
 _MOST_STARTS = 10  # of keepers that end by themselves
 

@@ -27,31 +27,6 @@ from inprocess.ipc.packets import Channel, Codec, Packet
 from inprocess.ipc.proofs import proof
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = [
-    "CONTROL",
-    "Control",
-    "ControlChannel",
-    "DropRegion",
-    "Exited",
-    "Finished",
-    "Fork",
-    "ForkedWorker",
-    "GiveUp",
-    "Greeting",
-    "KeepRegion",
-    "Kept",
-    "Linger",
-    "MemoryRecord",
-    "Notice",
-    "PUBLIC",
-    "Public",
-    "Regions",
-    "Settled",
-    "greeting",
-    "keep_message",
-]
-
-
 _PROTOCOL = b"ckpt linger 4"
 
 

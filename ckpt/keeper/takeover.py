@@ -32,8 +32,6 @@ from inprocess.ipc.proofs import NONCE_BYTES, job_secret
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.unix_sockets import connect, private_directory, remove_socket
 
-__all__ = ["KeeperAddress", "Job", "Taken", "release", "release_all", "take"]
-
 _log = logging.getLogger("ckpt")
 _TIMEOUT_S = 5.0  # for all keepers together: what they keep is not needed
 _LEAST_S = 0.05

@@ -23,8 +23,6 @@ from inprocess.ipc.packets import Channel, Codec, Packet
 from inprocess.ipc.process import has_ended, start_module
 from inprocess.ipc.process_one import reap_adopted
 
-__all__ = ["Keeper", "Worker"]
-
 _KILLED_WAIT_S = 0.5  # for the end of a killed process; one that waits for storage in the kernel does not end
 # No threads in a process that forks.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

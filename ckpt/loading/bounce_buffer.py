@@ -18,8 +18,6 @@ from ckpt.loading.index import StoredTensor
 from ckpt.planning.boxes import Box
 from ckpt.storage.dtypes import stored, torch_dtype, torch_dtype_name
 
-__all__ = ["BouncedRead", "as_numpy", "overwrite", "read_bounced"]
-
 _HALF_BYTES = 32 << 20
 _ALIGNMENT = 64
 

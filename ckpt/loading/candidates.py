@@ -21,8 +21,6 @@ from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
 from ckpt.storage.step_source import StepSource, read_document
 
-__all__ = ["Candidate", "PublishedCandidates", "in_order", "published_candidates", "run_of", "saves_of"]
-
 _log = logging.getLogger("ckpt")
 
 

@@ -16,8 +16,6 @@ from ckpt.storage.names import INDEX, PUBLISHED_STEP, step_name
 from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["Inconsistency", "all_tensors", "array_name", "find_inconsistencies", "read_index"]
-
 _log = logging.getLogger("ckpt")
 
 

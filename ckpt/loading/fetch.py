@@ -17,8 +17,6 @@ from ckpt.storage.chunk_reader import ArrayRead, ChunkReader
 from ckpt.storage.direct_reads import NO_WHOLE_READS, WholeReads
 from ckpt.storage.dtypes import stored
 
-__all__ = ["Fetch", "BoxRead"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -23,8 +23,6 @@ from ckpt.paths import Path, display
 from ckpt.planning.state_dict import Owner, RngState
 from ckpt.storage.dtypes import torch_dtype_name
 
-__all__ = ["Handover", "Handovers"]
-
 
 @dataclass(slots=True)
 class Handover:

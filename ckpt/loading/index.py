@@ -30,20 +30,6 @@ from ckpt.storage.step_source import StepSource, step_source
 from ckpt.values.codec import decode_value
 from ckpt.values.containers import Container
 
-__all__ = [
-    "CheckpointIndex",
-    "StoredTensor",
-    "checked_summary",
-    "chunk_table",
-    "items",
-    "key_path",
-    "parse_index",
-    "rank_of",
-    "read_vouched",
-    "sizes",
-    "whole_number",
-]
-
 _MAX_INT = 1 << 63
 _READS_FORMAT_1 = "0.1"
 

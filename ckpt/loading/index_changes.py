@@ -10,8 +10,6 @@ from ckpt.loading.index import CheckpointIndex
 from ckpt.loading.optimizer_forms import Items
 from ckpt.paths import Path
 
-__all__ = ["IndexChanges"]
-
 
 class IndexChanges:
     """Names of an index that change."""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from ckpt.loading.stored_tree import StoredTree
 
-__all__ = ["Checkpoint", "LazyTensor", "block_shape", "open_checkpoint", "open_step"]
 
 _ATTEMPTS = 20
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer

@@ -16,8 +16,6 @@ from ckpt.loading.new_tensors import read_tensors
 from ckpt.paths import Path, display
 from ckpt.values.containers import rebuild
 
-__all__ = ["load"]
-
 _SHOWN = 20
 _T = TypeVar("_T")
 

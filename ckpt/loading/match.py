@@ -20,18 +20,6 @@ from ckpt.storage.dtypes import torch_dtype
 from ckpt.values.codec import encode_value, resolve, unregistered_in
 from ckpt.values.containers import Container
 
-__all__ = [
-    "Assignment",
-    "Match",
-    "Mismatch",
-    "Read",
-    "is_below",
-    "known_names",
-    "lacking",
-    "match_state",
-    "unknown_on_all_ranks",
-]
-
 _DEFAULT = RestoreOptions()
 _SAVE_BYTES, _KNOWN_BYTES = 8, 16
 

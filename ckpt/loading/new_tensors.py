@@ -17,8 +17,6 @@ from ckpt.planning.boxes import Box
 from ckpt.storage.direct_reads import WholeReads
 from ckpt.storage.dtypes import torch_dtype
 
-__all__ = ["read_into", "read_tensor", "read_tensors"]
-
 _MIN_THREADS, _MAX_THREADS = 4, 16
 _K = TypeVar("_K")
 

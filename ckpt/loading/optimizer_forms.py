@@ -23,8 +23,6 @@ from ckpt.paths import Path
 from ckpt.values.codec import UnencodableError, encode_value
 from ckpt.values.containers import Container, rebuild
 
-__all__ = ["Form", "Items", "Key", "Pairs", "Same", "StoredForm", "form_of", "names_in", "stored_form", "written"]
-
 Form = Literal["numbered", "named", "flattened"]
 Key = str | int
 """The name of a parameter, or its number."""

@@ -11,8 +11,6 @@ import torch
 
 from ckpt.planning.optimizer_classes import class_names
 
-__all__ = ["groups_problem", "moved_parameter", "other_kind"]
-
 _SHOWN = 8
 
 

@@ -30,8 +30,6 @@ from ckpt.values.codec import resolve, unregistered_in
 from ckpt.values.containers import Container, rebuild
 from ckpt.values.tensor_subclasses import class_named
 
-__all__ = ["Models", "StateDictPlan", "StoredOptimizer"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoredOptimizer:

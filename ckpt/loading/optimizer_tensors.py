@@ -15,18 +15,6 @@ from ckpt.planning.subclasses import part_like
 from ckpt.storage.dtypes import torch_dtype
 from ckpt.values.containers import Container
 
-__all__ = [
-    "group_members",
-    "is_usual",
-    "of_other_shape",
-    "parameters_by_number",
-    "parameters_of",
-    "shapes_of_state",
-    "shard_of",
-    "subclass_like",
-    "tensor_like",
-]
-
 
 def is_usual(state_dict: Any) -> bool:
     """Return whether a state dict has PyTorch's form."""

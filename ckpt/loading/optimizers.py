@@ -25,8 +25,6 @@ from ckpt.paths import Path, display
 from ckpt.planning.optimizer_classes import is_optimizer
 from ckpt.planning.state_dict import FlatState, PerRank, flatten
 
-__all__ = ["Optimizers", "keep_dtypes"]
-
 
 class Optimizers:
     """The optimizers of a state, collected while it is flattened.

@@ -11,8 +11,6 @@ from ckpt.errors import StateMismatchError
 from ckpt.loading.index import CheckpointIndex
 from ckpt.paths import Path, display
 
-__all__ = ["Rename", "RestoreOptions", "hints", "renamed"]
-
 Rename = Callable[[str], str] | Mapping[str, str]
 """From names of the checkpoint to names of the state: a function of a name, or prefixes and what replaces them."""
 

@@ -13,8 +13,6 @@ from ckpt.errors import StateError
 from ckpt.loading.match import Read
 from ckpt.paths import Path, display
 
-__all__ = ["check_overlaps"]
-
 _nbytes = attrgetter("nbytes")
 _MOST_WORK = 10_000  # of numpy, which solves a hard problem for each pair
 

@@ -19,8 +19,6 @@ from ckpt.planning.data_loaders import is_data_loader
 from ckpt.planning.state_dict import Owner, RngState
 from ckpt.planning.tensors import PLAIN_TENSORS
 
-__all__ = ["check_inference_tensors", "may_refuse", "own_names"]
-
 _MODULE_METHODS = (
     "load_state_dict",
     "_load_from_state_dict",

@@ -35,8 +35,6 @@ from ckpt.paths import Path, display
 from ckpt.planning.optimizer_classes import is_optimizer
 from ckpt.planning.state_dict import FlatState, PerRank
 
-__all__ = ["NamedParameters", "with_parameters_of"]
-
 _MAX_NESTING = 100
 _SHOWN = 3
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")

@@ -18,8 +18,6 @@ from ckpt.paths import Path, display
 from ckpt.planning.optimizer_classes import is_optimizer
 from ckpt.planning.state_dict import FlatState
 
-__all__ = ["Misfit", "listed", "misfit"]
-
 _SHOWN = 20
 
 _LEAVE_OUT = "leave them out: restore(..., only=[...])"

@@ -35,8 +35,6 @@ from ckpt.storage.names import parse_save_name
 from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["Candidates", "StepsInMemory", "Tiers", "Undecided", "candidates", "published_saves", "restore"]
-
 _log = logging.getLogger("ckpt")
 _MAX_REMOVED = 20  # steps that are removed while they are read, before giving up
 

@@ -48,8 +48,6 @@ from ckpt.ranks.group import Alone, CollectivePhase, Group
 from ckpt.storage.memory_step import MemoryStep
 from ckpt.storage.step_source import StepSource
 
-__all__ = ["FilledTensors", "MemorySource", "RestoreReport", "restore_step"]
-
 _log = logging.getLogger("ckpt")
 _FLAGS = struct.Struct("???")  # of a rank: there are problems, a trial to make, objects to load
 _MIN_THREADS, _MAX_THREADS = 4, 16

@@ -28,8 +28,6 @@ from ckpt.loading.structure import ContainerUpdate, Structure
 from ckpt.paths import Path, display
 from ckpt.planning.state_dict import Owner, RngState
 
-__all__ = ["StateUpdate"]
-
 _KEPT_BYTES = 64 << 20
 """Tensors of objects that may refuse are read for the trial if they have at most this size together.
 

@@ -10,8 +10,6 @@ from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodeLocalStep, NodePacks
 from ckpt.storage.step_source import HeldStep, StepSource
 
-__all__ = ["HeldSource", "StepHold"]
-
 
 class HeldSource(Protocol):
     """A step while it is read on all ranks.

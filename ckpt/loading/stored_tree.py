@@ -16,8 +16,6 @@ from ckpt.storage.dtypes import torch_dtype_name
 from ckpt.values.codec import unregistered_in
 from ckpt.values.containers import Container, rebuild
 
-__all__ = ["Form", "StoredTree", "described"]
-
 Form = Literal["tensor", "value", "mapping", "list", "container"]
 """The form of an item of a state. A "container" is a tuple or a namespace with members that are no plain values."""
 

@@ -29,8 +29,6 @@ from ckpt.planning.state_dict import PerRank, holds_tensors
 from ckpt.planning.tensors import tensor_over
 from ckpt.storage.dtypes import torch_dtype, torch_dtype_name
 
-__all__ = ["NOTHING", "ContainerUpdate", "Structure", "form", "is_one_value", "is_plain"]
-
 
 @dataclass(slots=True)
 class ContainerUpdate:

@@ -15,8 +15,6 @@ from typing import Any
 
 from ckpt.paths import Path, display
 
-__all__ = ["lost_names", "unkept_containers", "warn_of_lost"]
-
 _log = logging.getLogger("ckpt")
 _SHOWN = 8
 

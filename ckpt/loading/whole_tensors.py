@@ -18,8 +18,6 @@ from ckpt.planning.state_dict import TensorLeaf
 from ckpt.storage.direct_reads import WholeReads
 from ckpt.storage.pack_index import PackIndex, StoredArray
 
-__all__ = ["divided"]
-
 _nbytes, _is_cpu = attrgetter("nbytes"), attrgetter("is_cpu")
 
 

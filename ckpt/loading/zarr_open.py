@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt.loading.zarr_store import ZarrStore
 
-__all__ = ["zarr_store"]
-
 
 def zarr_store(
     path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None

@@ -47,8 +47,6 @@ try:
 except ImportError as error:
     raise ImportError("ckpt.zarr_store needs zarr-python 3: pip install 'ckpt-inprocess[zarr]'") from error
 
-__all__ = ["ZarrStore", "open_store"]
-
 
 def open_store(
     path: str | os.PathLike[str], step: int | None = None, storage_options: Mapping[str, Any] | None = None

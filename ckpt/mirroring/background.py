@@ -36,8 +36,6 @@ from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.packets import Packet
 
-__all__ = ["BackgroundMirror"]
-
 _log = logging.getLogger("ckpt")
 
 _GRACE_S = 10.0  # after the worker should have ended by itself

@@ -11,8 +11,6 @@ from typing import Any
 from ckpt.arguments import check_mapping, check_number, duration, whole_number
 from ckpt.saving.retention import Keep, keep_policy
 
-__all__ = ["Mirror"]
-
 
 @dataclass(frozen=True)
 class Mirror:

@@ -37,8 +37,6 @@ from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_source import StepSource
 from ckpt.validation.step_files import PackChecks, PackFile
 
-__all__ = ["PATIENCE_S", "StepCopy", "StoppedError", "Throttle"]
-
 PATIENCE_S = 30.0
 """How long a rank may complete nothing, at least, before the process of rank 0 copies its share."""
 

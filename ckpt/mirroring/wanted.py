@@ -20,9 +20,6 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.step_source import HeldStep
 from inprocess.ipc.packets import Codec
 
-__all__ = ["CODEC", "CopyEnded", "Due", "MIRROR", "MirrorMessage", "Report", "Wanted"]
-
-
 MIRROR = 0
 """The number of the order that begins the work. Notices about it are
 

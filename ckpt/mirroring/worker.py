@@ -46,8 +46,6 @@ from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.packets import receive, send
 from inprocess.ipc.process import Process
 
-__all__ = ["run"]
-
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _REPORT_S = 60.0
 _LOOK_S, _LONGEST_LOOK_S = 0.5, 10.0

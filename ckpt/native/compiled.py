@@ -16,8 +16,6 @@ import numpy as np
 
 from ckpt.native.record_types import BLOCK_BYTES, DIGEST_BYTES, PAGE_BYTES, RUN, SEGMENT
 
-__all__ = ["Compiled", "load"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _OLD = "was compiled from another version of its source; install the package again (`pip install .`)"

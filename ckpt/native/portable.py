@@ -17,8 +17,6 @@ import numpy as np
 
 from ckpt.native.record_types import CHECKSUM_BYTES, DIGEST_BYTES
 
-__all__ = ["check_pieces", "copy_runs", "crc32c", "crc32c_joined", "digest", "read_checked"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 _Read = Callable[[int, int], np.ndarray[Any, np.dtype[np.uint8]] | None]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["BLOCK_BYTES", "CHECKSUM_BYTES", "DIGEST_BYTES", "DIGEST_KEY_BYTES", "PAGE_BYTES", "RUN", "SEGMENT"]
-
 CHECKSUM_BYTES = 4
 DIGEST_BYTES = 32
 PAGE_BYTES = 4096

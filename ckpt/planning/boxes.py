@@ -15,8 +15,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import product
 
-__all__ = ["Box", "BoxFinder", "OwnBoxes", "Placement", "Sharding", "local_boxes", "tile_exactly", "unravel_index"]
-
 _PRIME = (1 << 61) - 1
 
 

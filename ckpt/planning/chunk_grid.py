@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from ckpt.planning.boxes import Box
 
-__all__ = ["Grid", "GridOptions", "common_grid", "refine"]
-
 _INNER_CHUNKS = 96  # then a rank that reads a third of a tensor reads at most 1/16 more
 _INNER_CHUNKS_OF_SHARE = 20  # of each rank; then one of fewer ranks reads at most 1/10 more, however many there were
 _INNER_CHUNKS_OF_CHUNK = 8

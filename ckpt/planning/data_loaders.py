@@ -24,8 +24,6 @@ from ckpt.planning.tensors import check_array, check_storable
 from ckpt.storage.dtypes import torch_dtype, torch_dtype_name
 from ckpt.values.registry import ArrayValue
 
-__all__ = ["is_data_loader", "loadable", "storable"]
-
 _CLASSES = frozenset({("torchdata.stateful_dataloader", "StatefulDataLoader"), ("torchdata.nodes", "Loader")})
 """Packages, and names of classes in them. Subclasses elsewhere are recognised by these bases."""
 

@@ -13,8 +13,6 @@ from ckpt.paths import Path
 from ckpt.planning.boxes import OwnBoxes, Sharding
 from ckpt.values.containers import Container
 
-__all__ = ["StateDescription", "TensorSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:

@@ -27,8 +27,6 @@ from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.ranks.group import Group
 from ckpt.values.containers import Container
 
-__all__ = ["Exchange", "check_agreement"]
-
 _DIGEST_BYTES = 16
 _SHOWN = 20
 

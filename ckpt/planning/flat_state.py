@@ -20,8 +20,6 @@ from ckpt.planning.description import StateDescription
 from ckpt.planning.tensor_leaves import TensorLeaf
 from ckpt.values.containers import Container
 
-__all__ = ["Assign", "DataLoaderOwner", "FlatState", "Owner", "ValueLeaf"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 Assign = Callable[[Any], None]

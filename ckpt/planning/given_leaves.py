@@ -26,8 +26,6 @@ from ckpt.ranks.group import Group
 from ckpt.values.codec import UnencodableError, decode_value, encode_value
 from ckpt.values.containers import Container, rebuild
 
-__all__ = ["Leaves"]
-
 _LIST = Container("list")
 _CONTAINERS = (Mapping, list, deque, tuple, Namespace)
 _STATE, _GROUPS = "state", "param_groups"  # of the state dict of an optimizer

@@ -30,8 +30,6 @@ from ckpt.planning.state_look import Names, StateLook
 from ckpt.planning.tensor_records import TensorRecords
 from ckpt.planning.tensors import LocalBox, without_graph
 
-__all__ = ["KnownStates"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 _FEW = 64  # tensors that take less time to name again
 _TRIES = 3

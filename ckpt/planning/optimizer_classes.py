@@ -8,8 +8,6 @@ import torch
 
 from ckpt.values.containers import Container
 
-__all__ = ["class_names", "is_optimizer", "recorded_class"]
-
 
 def is_optimizer(stateful: Any) -> bool:
     """Return whether an object is an optimizer, or like one: a wrapper that is no `torch.optim.Optimizer`."""

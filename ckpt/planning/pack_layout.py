@@ -20,8 +20,6 @@ from ckpt.paths import Path
 from ckpt.storage.array_metadata import ArrayMeta
 from ckpt.storage.pack_index import ALIGNMENT, PackIndex, Region, StoredArray
 
-__all__ = ["ArrayDraft", "Owners", "lay_out"]
-
 _REGIONS_IN_FILE = 4
 _SMALL = 32  # times smaller than a tensor of which the larger ones have half of all bytes
 

@@ -30,8 +30,6 @@ from ckpt.planning.description import TensorSpec
 from ckpt.planning.state_dict import FlatState, TensorLeaf
 from ckpt.planning.tensors import local_tensor
 
-__all__ = ["Kind", "replica_kinds"]
-
 Kind = Literal["parameter", "buffer", "other"]
 
 _LARGE_BYTES = 64 << 10

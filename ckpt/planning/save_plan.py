@@ -27,8 +27,6 @@ from ckpt.storage.documents import encode_document
 from ckpt.storage.pack_index import PackIndex, StoredArray
 from ckpt.values.containers import Container
 
-__all__ = ["PlannedChunk", "SavePlan", "make_save_plan"]
-
 _BALANCE = 20  # the least number of chunks in a rank's share, so that ranks finish within 1/20 of each other
 
 _SLACK = 100  # a difference of 1/100 of a rank's share is no reason to give a small tensor to another rank

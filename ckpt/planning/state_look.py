@@ -28,8 +28,6 @@ from ckpt.planning.optimizer_classes import recorded_class
 from ckpt.planning.state_dict import AskState, Owner, PerRank, RngState, holds_tensors, is_registered_value
 from ckpt.planning.tensors import PLAIN_TENSORS
 
-__all__ = ["Names", "StateLook"]
-
 _ASKED = ("state_dict", "_save_to_state_dict", "get_extra_state", "__getattribute__")
 _STANDARD = MappingProxyType({name: getattr(torch.nn.Module, name) for name in _ASKED})
 _WHERE = torch.nn.Module.register_parameter.__code__.co_filename

@@ -16,8 +16,6 @@ from ckpt.values.containers import Container
 from ckpt.values.registry import name_of
 from ckpt.values.tensor_subclasses import Follows, class_named, rule_of
 
-__all__ = ["TensorPart", "is_storable_subclass", "part_like", "parts_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:

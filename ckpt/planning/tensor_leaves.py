@@ -37,8 +37,6 @@ from ckpt.planning.tensors import (
 from ckpt.values.containers import Container
 from ckpt.values.registry import name_of
 
-__all__ = ["TensorLeaf", "TensorLeaves"]
-
 _MANY = 8  # tensors, from which on it takes less time to read one property of all after the other
 _shape, _dtype, _requires_grad = attrgetter("shape"), attrgetter("dtype"), attrgetter("requires_grad")
 

@@ -17,8 +17,6 @@ import torch
 
 from ckpt.native import can_look, describe_tensors
 
-__all__ = ["TensorRecords"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _GETTERS = ("layout", "data_ptr", "dim", "sizes", "strides", "dtype", "device_type", "device_index")  # as in tensors.c

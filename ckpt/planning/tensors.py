@@ -17,23 +17,6 @@ from ckpt.planning.boxes import Box, OwnBoxes, Placement, Sharding, local_boxes
 from ckpt.planning.description import TensorSpec
 from ckpt.values.registry import name_of
 
-__all__ = [
-    "PLAIN_TENSORS",
-    "DTensors",
-    "Known",
-    "LocalBox",
-    "MetaTensorError",
-    "check_array",
-    "check_initialized",
-    "check_storable",
-    "local_tensor",
-    "shares_elements",
-    "tensor_over",
-    "tensor_spec",
-    "whole_box",
-    "without_graph",
-]
-
 LocalBox = tuple[Box, tuple[int, ...]]
 """A box of a global tensor, and its offset in the local one."""
 

@@ -26,7 +26,6 @@ from inprocess.ipc.suspension import Suspension
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Ranks", "StoreRanks", "moved_bytes"]
 
 _log = logging.getLogger("ckpt")
 _T = TypeVar("_T")

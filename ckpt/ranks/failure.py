@@ -14,8 +14,6 @@ from typing import Any
 from ckpt import errors
 from ckpt.errors import CheckpointError, RemoteTraceback
 
-__all__ = ["Failure", "clip"]
-
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 4 << 10, 8 << 10  # thousands of ranks may fail at once, and all read all of it
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["Alone", "CollectivePhase", "Group", "collective_device", "own_rank", "torch_distributed"]
-
 
 _FINE, _FAILED = b"+", b"-"
 

@@ -51,19 +51,6 @@ from typing import Any
 from inprocess.ipc.process import Process
 from inprocess.ipc.suspension import Suspension
 
-__all__ = [
-    "Attendance",
-    "LateRanks",
-    "MissingRanksError",
-    "Round",
-    "described",
-    "gather",
-    "known_of",
-    "meet",
-    "named",
-    "value_of",
-]
-
 _log = logging.getLogger("ckpt")
 
 _GO = "go"

@@ -36,8 +36,6 @@ from typing import Any
 
 from ckpt.ranks.rounds import Attendance, LateRanks, Round
 
-__all__ = ["Outcome", "StopAgreement", "StopRequest"]
-
 _SLICE_S = 0.01  # a main thread that waits looks this often, and can be interrupted
 _WEIGHT = 0.3  # of the newest step in the mean time of a step
 _LEAVE = "leave"

@@ -23,9 +23,6 @@ from inprocess.ipc.packets import PacketError
 from inprocess.ipc.proofs import NONCE_BYTES, PROOF_BYTES, fresh_nonce, proof
 from inprocess.ipc.suspension import Suspension
 
-__all__ = ["BLOCK_BYTES", "BlockError", "Connection", "GREETING_S", "GreetingError", "Limiter", "MIN_BANDWIDTH"]
-
-
 BLOCK_BYTES = 256 << 10
 """Bytes that are sent, and checked, at once."""
 

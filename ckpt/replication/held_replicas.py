@@ -29,8 +29,6 @@ from ckpt.replication.replica import Replica, TransportError
 from inprocess.ipc.packets import Codec, PacketError
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["Arrival", "ReplicaMemory", "usable_bytes"]
-
 _MAX_NAME = 256
 _MAX_REPLICAS = 1024  # memory is bounded by bytes; this bounds their number
 _ROUNDED_TO = 64 << 10

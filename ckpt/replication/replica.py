@@ -41,28 +41,6 @@ from ckpt.keeper.messages import DropRegion, GiveUp, Notice
 from inprocess.ipc.packets import Channel, Codec
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = [
-    "Address",
-    "Admit",
-    "Answer",
-    "CONTROL",
-    "ControlChannel",
-    "ControlMessage",
-    "Held",
-    "List",
-    "PEERS",
-    "PROTOCOL",
-    "PeerMessage",
-    "Piece",
-    "Read",
-    "Replica",
-    "Retain",
-    "Send",
-    "StoreReplica",
-    "TransportError",
-    "buddies",
-]
-
 
 class TransportError(CheckpointError):
     """A replica was not stored, or cannot be read: the message says by which holder and why."""

@@ -33,8 +33,6 @@ from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.packets import Packet
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["ReplicaWorker"]
-
 _NICE = 10  # as a writer
 _EXIT_WAIT_S = 5.0
 _START_S = 30.0  # for the first answer: the process has to start, on a machine that may be busy

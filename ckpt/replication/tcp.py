@@ -27,9 +27,6 @@ from ckpt.replication.tcp_server import TcpServer
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.threads import JoinableThread
 
-__all__ = ["RemoteHolder", "SILENCE_S", "Sender", "Sent", "TcpTransport", "Transfer"]
-
-
 SILENCE_S = 30.0
 _FIRST = 1  # the number of the first request of a connection
 _READ_BYTES = 64 << 20  # of one request

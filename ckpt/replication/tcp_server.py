@@ -19,8 +19,6 @@ from ckpt.replication.replica import Address, Answer, PeerMessage, Piece, Read, 
 from inprocess.ipc.packets import PacketError
 from inprocess.ipc.threads import JoinableThread
 
-__all__ = ["TcpServer"]
-
 _log = logging.getLogger("ckpt")
 _BACKLOG = 1024
 _MOST_STRANGERS = 64  # connections that have not proved anything yet

@@ -43,8 +43,6 @@ from inprocess.ipc.process import has_ended
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["run"]
-
 _log = logging.getLogger("ckpt")
 _WHY_CHARACTERS = 1000
 

@@ -22,8 +22,6 @@ from ckpt.native import crc32c
 from ckpt.paths import display
 from ckpt.ranks.rounds import named
 
-__all__ = ["ENTRY", "DifferingNames", "Digests", "InSlot", "Tolerance", "Warn", "check_replicas", "name_key"]
-
 _log = logging.getLogger("ckpt")
 Tolerance = Literal["error", "warn", "ignore"]
 """What is done about parameters that differ between ranks."""

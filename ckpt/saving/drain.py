@@ -35,8 +35,6 @@ from ckpt.storage.names import SaveId
 from ckpt.storage.node_lock import NodeLock
 from ckpt.storage.outcomes import Abandoned, SaveOutcome
 
-__all__ = ["InFlight", "drain", "refuse_others", "settle"]
-
 _log = logging.getLogger("ckpt")
 _COORDINATOR = 0
 _ANSWER_S = 5.0  # for writers to report saves that are already decided

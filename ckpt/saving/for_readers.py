@@ -24,8 +24,6 @@ from ckpt.storage.regions import Numbers
 from ckpt.storage.zarr_entries import Hierarchy, chunk_count
 from ckpt.storage.zarr_names import array_names, array_texts, references
 
-__all__ = ["ABSENT", "IN_PART", "DatabaseOfParts", "PlanFiles", "database_files", "files_of_plan"]
-
 ABSENT = "without_ocdbt"
 """The member of the summary that says why there is no database."""
 

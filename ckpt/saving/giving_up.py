@@ -10,8 +10,6 @@ from ckpt.storage.interface import Pending
 from ckpt.storage.names import SaveId
 from ckpt.storage.outcomes import Abandoned, Published
 
-__all__ = ["Fenced", "abandoned", "error_for", "give_up"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fenced:

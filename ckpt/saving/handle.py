@@ -27,8 +27,6 @@ from ckpt.staging.arena import Slot
 from ckpt.storage.outcomes import Abandoned, NotDurableError, Published
 from ckpt.storage.roots import open_root
 
-__all__ = ["SaveHandle"]
-
 _log = logging.getLogger("ckpt")
 
 

@@ -15,8 +15,6 @@ from ckpt.planning.save_plan import SavePlan
 from ckpt.saving.share import HEADER_BYTES
 from ckpt.storage.chunk_layout import in_pages
 
-__all__ = ["LIMIT_BYTES", "HostLimit", "check_host_memory"]
-
 _FORM = struct.Struct(">QQ")
 LIMIT_BYTES = _FORM.size
 """The size of an encoded `HostLimit`."""

@@ -21,8 +21,6 @@ from ckpt.storage.chunk_layout import ChunkLayout, in_pages
 from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.pack_writers import ChunkToCompress
 
-__all__ = ["LocalBoxes", "RankLayout", "make_layout", "make_restore_layout"]
-
 LocalBoxes = dict[Path, list[tuple[Box, tuple[int, ...]]]]
 """What a rank holds of each tensor: boxes of the global one, and the offset of each in the local one."""
 

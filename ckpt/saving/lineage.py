@@ -12,8 +12,6 @@ from typing import Any
 from ckpt.errors import StateError
 from ckpt.storage.documents import canonical_json
 
-__all__ = ["MAX_METRICS_BYTES", "Lineage", "checked_metrics", "own_versions"]
-
 MAX_METRICS_BYTES = 64 << 10
 """The largest size of the metrics of a step, as JSON."""
 

@@ -50,8 +50,6 @@ from ckpt.storage.ownership import Ownership
 from ckpt.storage.pack_index import PackIndex
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["MemoryTier"]
-
 _log = logging.getLogger("ckpt")
 _HEAD = struct.Struct("<QQQQ")  # rank, and the sizes of about, index and part
 _SHARES_S = 10.0  # for copies and checksums that are still being made

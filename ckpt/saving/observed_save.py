@@ -12,8 +12,6 @@ from ckpt.observing import emit, is_observed, shortened
 from ckpt.saving.task import COORDINATOR, SharePublished
 from ckpt.storage.outcomes import Abandoned, Published, SaveOutcome
 
-__all__ = ["ObservedSave"]
-
 _log = logging.getLogger("ckpt")
 
 

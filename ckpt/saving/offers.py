@@ -29,20 +29,6 @@ from ckpt.keeper.messages import MemoryRecord
 from ckpt.saving.share import ShareOf
 from ckpt.storage.names import SaveId, parse_save_name
 
-__all__ = [
-    "Earlier",
-    "Fence",
-    "LeftBranch",
-    "Offer",
-    "Start",
-    "Whole",
-    "agreed_start",
-    "before_published",
-    "in_lineage",
-    "pruned",
-    "whole_snapshots",
-]
-
 _MOST_FENCES = 32
 _BEFORE_ALL = -1  # the restart index of the snapshot that a start began with
 

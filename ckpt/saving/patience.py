@@ -16,8 +16,6 @@ from collections.abc import Callable
 
 from ckpt.errors import StorageError
 
-__all__ = ["Patience"]
-
 _log = logging.getLogger("ckpt")
 
 _LONGEST_S = 8.0  # the slot is not free meanwhile, and training may wait for it

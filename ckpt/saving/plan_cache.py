@@ -43,8 +43,6 @@ from inprocess.ipc.restart_index import current_restart_index
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
 
-__all__ = ["CachedPlan", "PlanCache", "PreparedState"]
-
 _log = logging.getLogger("ckpt")
 _COORDINATOR = 0
 _NONCE_BYTES = 8

@@ -26,9 +26,6 @@ from ckpt.storage.names import INDEX, part_name
 from ckpt.storage.outcomes import Abandoned, Published
 from ckpt.storage.pack_index import PackIndex
 
-__all__ = ["PartFile", "merged", "publish"]
-
-
 _OF_INTENT = ("format", "save", "step", "owner", "continues", "restart", "metrics", "versions", "world_size", "plan")
 _WHERE_KNOWN = ("mirror", "pace", "run")
 

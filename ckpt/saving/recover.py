@@ -24,17 +24,6 @@ from ckpt.storage.names import parse_save_name
 from ckpt.storage.outcomes import NotDurableError
 from ckpt.storage.ownership import OwnerState
 
-__all__ = [
-    "Branch",
-    "adopt",
-    "lost_token",
-    "recover_for_restore",
-    "supersede",
-    "superseded",
-    "take_over",
-    "whole_steps",
-]
-
 _SHOWN = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -11,8 +11,6 @@ from ckpt.storage.memory_step import ShareBytes
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import OpenFile
 
-__all__ = ["RemoteShare"]
-
 
 class RemoteShare(ShareBytes):
     """The share of a rank that a replica process of another node holds, or was lent. Any thread, several at once.

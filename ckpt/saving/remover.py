@@ -23,8 +23,6 @@ from ckpt.storage.directories import remove_share
 from ckpt.storage.interface import Root
 from ckpt.storage.node_packs import NodePacks
 
-__all__ = ["REMOVALS_PER_S", "Remover"]
-
 REMOVALS_PER_S = 500.0
 _AFTER_S = 0.2  # the coordinator renames the steps soon after the other ranks have learned the outcome
 _LOOK_S = 600.0

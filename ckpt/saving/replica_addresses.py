@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from ckpt.replication.replica import Address, buddies
 
-__all__ = ["addresses_of_buddies", "own_address"]
-
 
 def addresses_of_buddies(
     addresses: Sequence[Address | None], places: Sequence[str], nodes: Sequence[str]

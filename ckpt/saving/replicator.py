@@ -44,8 +44,6 @@ from ckpt.storage.names import SaveId, parse_save_name
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["Replicator"]
-
 _log = logging.getLogger("ckpt")
 _LINGER_S = 60.0
 _SILENCE_S = 5.0  # of a holder in a restore: another copy of the step, or an older one, is near

@@ -25,23 +25,6 @@ from ckpt.storage.interface import Root
 from ckpt.storage.names import parse_save_name
 from ckpt.storage.regular_files import DamagedFileError
 
-__all__ = [
-    "Best",
-    "Every",
-    "EverySeconds",
-    "Facts",
-    "Keep",
-    "Latest",
-    "Pinned",
-    "PublishedStep",
-    "Retention",
-    "RetentionReport",
-    "is_number",
-    "keep_policy",
-    "retain",
-]
-
-
 _SHOWN = 8
 _log = logging.getLogger("ckpt")
 

@@ -12,8 +12,6 @@ from ckpt.storage.node_packs import NodePacks
 from ckpt.storage.ownership import ClaimLease
 from ckpt.storage.roots import is_seen, note_seen
 
-__all__ = ["RootClaim"]
-
 _SHOWN = 4
 
 

@@ -28,8 +28,6 @@ from ckpt.staging.runs import checksums_of
 from ckpt.staging.strided import is_plain, memory_of, some_bytes
 from ckpt.storage.documents import canonical_json
 
-__all__ = ["SAMPLES_BYTES", "Replicas"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _MOST = 128

@@ -52,8 +52,6 @@ from inprocess.ipc.process import Process
 from inprocess.ipc.restart_index import current_restart_index
 from inprocess.ipc.threads import finishes_within
 
-__all__ = ["Saver"]
-
 _log = logging.getLogger("ckpt")
 _SOON_ENOUGH_S = 1.0  # to learn an outcome by looking
 _LISTEN_S = 0.1

@@ -28,8 +28,6 @@ from ckpt.saving.giving_up import abandoned
 from ckpt.saving.task import COORDINATOR
 from ckpt.storage.outcomes import NotDurableError
 
-__all__ = ["SaveFailures"]
-
 _log = logging.getLogger("ckpt")
 
 # No later save makes these good: the state or the step is a mistake of the program, or the root is another job's.

@@ -30,8 +30,6 @@ from ckpt.storage.roots import open_root
 from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.forks import Origin
 
-__all__ = ["Scheduled", "pending_steps", "wait_for_program", "wait_for_step", "wait_until_written"]
-
 _log = logging.getLogger("ckpt")
 _COORDINATOR = 0
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer

@@ -30,18 +30,6 @@ from ckpt.storage.documents import MAX_DOCUMENT_BYTES, decode_document, encode_d
 from ckpt.storage.names import SaveId, parse_save_name
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = [
-    "HEADER_BYTES",
-    "SAMPLES_OFFSET",
-    "ChunksInSlot",
-    "PlanDocuments",
-    "Share",
-    "ShareDocuments",
-    "ShareHeader",
-    "ShareOf",
-    "chunks_in_slot",
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 HEADER_BYTES = 4096  # a page behind the chunks
 SAMPLES_OFFSET = 1024

@@ -24,8 +24,6 @@ from typing import Any
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.rounds import Round
 
-__all__ = ["SnapshotCounts"]
-
 _COMPLETE, _WITHDRAWN = "complete", "withdrawn"
 
 

@@ -33,8 +33,6 @@ from ckpt.staging.runs import copy_together
 from ckpt.storage.names import SaveId
 from inprocess.ipc.threads import JoinableThread
 
-__all__ = ["HeldSnapshots"]
-
 _log = logging.getLogger("ckpt")
 _INLINE_BYTES = 4 << 20  # of checksums that are not worth a thread
 _ARRIVAL_PAUSE_S = 0.001

@@ -31,8 +31,6 @@ from ckpt.storage.names import SaveId
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["StagedShare", "Stager", "StagingOptions"]
-
 _WAIT_SLICE_S = 1.0
 _LOOK_S = 0.01  # between two looks whether another rank has completed a snapshot
 _PATIENCE_S = 1.0  # with ranks that have not made a snapshot, while others go on

@@ -38,8 +38,6 @@ from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import StepSource
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["StagedMemory"]
-
 _log = logging.getLogger("ckpt")
 Array = np.ndarray[Any, np.dtype[Any]]
 

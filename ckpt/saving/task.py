@@ -34,27 +34,6 @@ from ckpt.storage.stores.interface import StorageOptions
 from inprocess.ipc.process import Process
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = [
-    "COORDINATOR",
-    "InnerChunks",
-    "NotDurable",
-    "PlannedFile",
-    "ReplicasDiffer",
-    "Report",
-    "SaveOptions",
-    "SharePublished",
-    "SlotFree",
-    "StepsRemoved",
-    "WritePlan",
-    "WriteTask",
-    "are_in",
-    "from_event",
-    "pack_offsets",
-    "pickled_plan",
-    "to_event",
-    "unpickled_plan",
-]
-
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
 _STEPS_PER_REPORT = 1000  # of less than 20 bytes each

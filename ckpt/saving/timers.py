@@ -11,8 +11,6 @@ from ckpt.async_calls import CallTimer
 from ckpt.events import SectionLate
 from ckpt.observing import emit, is_observed
 
-__all__ = ["Timers"]
-
 Begin = Callable[[str, int], CallTimer | None]
 
 

@@ -35,8 +35,6 @@ from ckpt.storage.names import pack_file
 from ckpt.storage.node_lock import NodeLock
 from inprocess.ipc.suspension import Suspension, starts_again
 
-__all__ = ["LookSchedule", "OrphanedError", "Waiting", "look_schedule", "ranks_here"]
-
 _ALONE = 0.3  # of that, for processes without the lock of their node
 _COORDINATOR_PER_S = 30.0
 _PROBES_PER_S = 10.0

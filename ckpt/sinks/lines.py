@@ -21,8 +21,6 @@ from ckpt.events import (
     to_document,
 )
 
-__all__ = ["JsonLines", "Logging"]
-
 
 class JsonLines:
     """Appends ``{"event": "SavePublished", "time": ..., "rank": ..., ...}`` to a file, a line for each event.

@@ -32,9 +32,6 @@ from ckpt.events import (
     SectionLate,
 )
 
-__all__ = ["METRICS", "Metric", "RankCounts", "Sample", "optional"]
-
-
 _STALL_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 _SAVE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
 _RESTORE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)

@@ -28,8 +28,6 @@ from ckpt.events import (
 )
 from ckpt.sinks.metrics import METRICS, Metric, RankCounts, optional
 
-__all__ = ["OpenTelemetry"]
-
 _NAME = "ckpt"
 _RECORD = {"counter": "add", "gauge": "set", "histogram": "record"}
 

@@ -34,9 +34,6 @@ from ckpt.events import Event, EventsDropped, from_document, to_document
 from ckpt.sinks.metrics import METRICS, Metric, RankCounts, Sample, optional
 from inprocess.ipc.threads import JoinableThread
 
-__all__ = ["Leadership", "Metrics", "NodeSocket", "Prometheus", "private_directory"]
-
-
 _log = logging.getLogger("ckpt")
 
 _SEND_S = 1.0  # for a process that leads but is slow, or is only just beginning

@@ -8,8 +8,6 @@ from typing import Any
 from ckpt.events import Event, Restarted, Restored, SaveAbandoned, SavePublished, SaveStaged
 from ckpt.sinks.metrics import optional
 
-__all__ = ["TensorBoard"]
-
 
 class TensorBoard:
     """Writes scalars, at the step that they belong to.

@@ -32,8 +32,6 @@ from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
 
-__all__ = ["Arena", "Slot", "SlotState"]
-
 _log = logging.getLogger("ckpt")
 _IDLE_ACQUISITIONS = 8  # a writer that is late once in a while gets the second slot each time anew with fewer
 _LABEL_BYTES = 4096

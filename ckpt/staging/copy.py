@@ -25,8 +25,6 @@ from ckpt.staging.cuda_copy import can_copy_rows, copies_of_rows, queue_copies
 from ckpt.staging.runs import copy_together
 from ckpt.staging.strided import copy_boxes, take_box
 
-__all__ = ["Staged", "Unstaged", "only_gpu", "stage", "unstage"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -18,8 +18,6 @@ import numpy as np
 from ckpt.native import CHECKSUM_BYTES, RUN
 from ckpt.paths import Path
 
-__all__ = ["Copies", "CopyOp", "RowTable", "Rows", "RunTable"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 _RUN_BYTES = 4 << 20
 _MANY = 8  # rows, from which on making them one by one takes longer

@@ -17,8 +17,6 @@ import torch
 
 from ckpt.staging.copy_table import RowTable
 
-__all__ = ["can_copy_rows", "copies_of_rows", "queue_copies"]
-
 _log = logging.getLogger("ckpt")
 Array = np.ndarray[Any, np.dtype[Any]]
 _HOST, _DEVICE = 1, 2

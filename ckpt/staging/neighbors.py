@@ -34,8 +34,6 @@ from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.unix_sockets import peer_pid
 
-__all__ = ["SlotExchange", "node"]
-
 _log = logging.getLogger("ckpt")
 _TIMEOUT_S = 10.0
 _LEAST_S, _PAUSE_S = 0.05, 0.005

@@ -19,8 +19,6 @@ import torch
 from inprocess.ipc.shared_memory import SharedMemory
 from inprocess.ipc.threads import JoinableThread, join_all
 
-__all__ = ["Preparation"]
-
 _LOWEST_PRIORITY = 19
 _LEAST_S = 0.001
 

@@ -16,8 +16,6 @@ import torch
 from ckpt.native import RUN, copy_runs
 from inprocess.ipc.threads import JoinableThread, join_all
 
-__all__ = ["checksums_of", "copy_together"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 _LEAST_BATCH_BYTES = 4 << 20
 _THREAD_BYTES = 16 << 20  # a thread costs more than it gains for less

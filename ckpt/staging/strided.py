@@ -16,8 +16,6 @@ from ckpt.paths import Path
 from ckpt.staging.copy_table import CopyOp, RowTable
 from ckpt.staging.cuda_copy import can_copy_rows, copies_of_rows, queue_copies
 
-__all__ = ["copy_boxes", "is_plain", "memory_of", "some_bytes", "take_box"]
-
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 

@@ -17,8 +17,6 @@ from ckpt.storage.chunk_layout import INDEX_ENTRY_BYTES, ChunkLayout, chunk_layo
 from ckpt.storage.compression import MAX_FRAME_BYTES, Compression
 from ckpt.storage.dtypes import StoredDtype, stored
 
-__all__ = ["MAX_DIMENSIONS", "ArrayMeta", "group_document", "groups", "root_document"]
-
 MAX_DIMENSIONS = 64
 """The most dimensions of a tensor in torch and numpy."""
 

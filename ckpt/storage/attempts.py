@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from ckpt.errors import StorageError
 
-__all__ = ["TriesAgain", "never", "until_written"]
-
 _T = TypeVar("_T")
 
 TriesAgain = Callable[[StorageError], bool]

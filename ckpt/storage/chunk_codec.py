@@ -16,8 +16,6 @@ from ckpt.storage.pack_index import ChunkPlace
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import StepSource, step_source
 
-__all__ = ["READ_BYTES", "check_chunk", "corrupt", "verify_chunk"]
-
 _BLOCK_BYTES = 4 << 20
 
 READ_BYTES = _BLOCK_BYTES + CHECKSUM_BYTES

@@ -21,17 +21,6 @@ from itertools import product
 
 from ckpt.native import CHECKSUM_BYTES, crc32c
 
-__all__ = [
-    "INDEX_ENTRY_BYTES",
-    "PAGE_BYTES",
-    "ChunkLayout",
-    "InnerChunk",
-    "checksum_to_bytes",
-    "chunk_layout",
-    "in_pages",
-    "indices",
-]
-
 PAGE_BYTES = 4096
 """The alignment and padding of encoded chunks in memory: what O_DIRECT needs, and the page size of shared memory."""
 

@@ -33,8 +33,6 @@ from ckpt.storage.pack_index import ChunkPlace, PackIndex, StoredArray
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import OpenFile, StepSource, step_source
 
-__all__ = ["ArrayRead", "ChunkReader"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 _Index = tuple[int, ...]
 

@@ -14,8 +14,6 @@ from ckpt.storage.chunk_layout import InnerChunk
 from ckpt.storage.compression import decompress, decompressed
 from ckpt.storage.regular_files import DamagedFileError
 
-__all__ = ["Read", "inner_chunk_places", "read_compressed"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 Read = Callable[[int, int], bytes | memoryview]

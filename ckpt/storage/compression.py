@@ -22,8 +22,6 @@ from ckpt.errors import FormatVersionError
 from ckpt.storage.fast_zstd import FastZstd
 from ckpt.storage.regular_files import DamagedFileError
 
-__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "Compression", "Compressor", "decompress", "decompressed"]
-
 FRAME_BYTES = 1 << 20
 """The bytes of elements in a frame, at least, where there are as many. Small frames are larger together, and slower."""
 

@@ -30,8 +30,6 @@ from ckpt.storage.store_step import StoreStep
 from ckpt.storage.stores.directory import DirectoryStore
 from ckpt.storage.stores.interface import Store
 
-__all__ = ["CopiedDirectories", "CopiedObjects"]
-
 _READERS = 16
 
 

@@ -19,8 +19,6 @@ import numpy as np
 from ckpt.native import SEGMENT
 from ckpt.storage.array_metadata import ArrayMeta
 
-__all__ = ["NO_WHOLE_READS", "PIECE_BYTES", "Records", "WholeReads", "address_of", "records_of_box"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 Records = np.ndarray[Any, np.dtype[np.int64]]

@@ -24,27 +24,6 @@ from ckpt.storage.links import is_link_error, open_directory, parent_of, refuse_
 from ckpt.storage.names import pack_file, part_name
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = [
-    "DirectoryLock",
-    "Rename",
-    "check_writable",
-    "fresh_names",
-    "fresh_names_below",
-    "fresh_time",
-    "fsync_directory",
-    "lock_shared",
-    "make_directories",
-    "make_with_parents",
-    "names_in",
-    "remove_contents",
-    "remove_share",
-    "remove_subdirectories",
-    "remove_tree",
-    "rename_directory",
-    "server_time",
-    "try_lock_exclusive",
-]
-
 _REMOVE_ATTEMPTS = 5
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _REFUSED = (*_ABSENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTSUP)

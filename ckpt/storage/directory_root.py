@@ -43,16 +43,6 @@ from ckpt.storage.step_reader import has_readers
 from ckpt.storage.step_source import LocalStep, StepSource
 from ckpt.storage.stores.directory import DirectoryStore
 
-__all__ = [
-    "DirectoryRoot",
-    "StepMoves",
-    "discard_recycled",
-    "is_moving",
-    "recycle_step",
-    "recycled_path",
-    "take_recycled",
-]
-
 
 class DirectoryRoot(Root):
     """The directories of a root, and the steps in them."""

@@ -22,29 +22,6 @@ from ckpt.native import crc32c
 from ckpt.storage.names import PUBLISHED_STEP, parse_save_name
 from ckpt.storage.regular_files import read_document_at
 
-__all__ = [
-    "FORMAT_VERSION",
-    "ILL_FORMED",
-    "INTENT",
-    "MAX_DOCUMENT_BYTES",
-    "canonical_json",
-    "checked_intent",
-    "decode_document",
-    "decode_root",
-    "digest",
-    "encode_document",
-    "encode_root",
-    "intent_of_step",
-    "is_recorded",
-    "owner_of_step",
-    "parse_json",
-    "read_bytes",
-    "read_json",
-    "readable",
-    "step_around",
-    "well_formed",
-]
-
 ILL_FORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
 """The exceptions that code raises when a document does not have the expected structure."""
 

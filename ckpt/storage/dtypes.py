@@ -19,8 +19,6 @@ from ckpt.errors import StateError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StoredDtype", "names", "stored", "torch_dtype", "torch_dtype_name"]
-
 
 @dataclass(frozen=True)
 class StoredDtype:

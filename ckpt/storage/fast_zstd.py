@@ -19,8 +19,6 @@ import numpy as np
 
 from ckpt.native import blosc_frame
 
-__all__ = ["FastZstd"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _ITEMSIZES = (2, 4, 8)  # single bytes are not shuffled, and may be text

@@ -27,31 +27,6 @@ from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage.attempts import TriesAgain, never, until_written
 from ckpt.storage.links import is_link_error, parent_of
 
-__all__ = [
-    "append",
-    "create_exclusive",
-    "exists",
-    "exists_alone",
-    "fsync",
-    "fsync_open",
-    "FileIdentity",
-    "holds",
-    "identity",
-    "is_directory",
-    "link",
-    "remove",
-    "rename_no_replace",
-    "storage_errors",
-    "sync_files",
-    "take",
-    "touch",
-    "under",
-    "write_document",
-    "write_durable",
-    "write_pages",
-    "write_new",
-]
-
 _ALIGNMENT = 4096
 _MAXWRITE_BYTES = 1 << 30  # Linux writes a little less than 2 GiB at once
 _WRITE, _NEW, _OVERWRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, os.O_CREAT | os.O_EXCL, 0

@@ -39,21 +39,6 @@ from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = [
-    "EXPIRY_S",
-    "RENEWALS_PER_S",
-    "RENEW_S",
-    "HostWatch",
-    "Lease",
-    "Leases",
-    "ReadLease",
-    "RegisteredWriter",
-    "changed_s",
-    "is_fresh",
-    "is_reader_alive",
-    "reader_name",
-]
-
 EXPIRY_S = 15.0
 RENEW_S = 4.0
 RENEWALS_PER_S = 60.0

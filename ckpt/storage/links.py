@@ -14,8 +14,6 @@ from contextlib import contextmanager
 
 from ckpt.errors import StorageError
 
-__all__ = ["SERVICE_DIRECTORIES", "is_link_error", "open_directory", "parent_of", "refuse_link", "refuse_links"]
-
 SERVICE_DIRECTORIES = (
     ".owner",
     ".pending",

@@ -20,8 +20,6 @@ from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_source import OpenFile, StepSource
 from inprocess.ipc.shared_memory import SharedMemory
 
-__all__ = ["LocalShare", "MemoryStep", "ShareBytes"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -26,26 +26,6 @@ from dataclasses import dataclass
 
 from ckpt.paths import Path
 
-__all__ = [
-    "DATABASE_CHUNKS",
-    "INDEX",
-    "MANIFEST",
-    "NODES",
-    "PUBLISHED_STEP",
-    "RANKS_PER_DIRECTORY",
-    "REFERENCES",
-    "SaveId",
-    "directory",
-    "pack_file",
-    "pack_rank",
-    "parse_save_name",
-    "part_name",
-    "part_rank",
-    "parts_directory",
-    "step_name",
-    "step_numbers",
-]
-
 INDEX = "index.json"
 """The document with the place of every tensor, in a save and in a step."""
 

@@ -13,8 +13,6 @@ import socket
 
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["NodeLock"]
-
 
 class NodeLock(Uncopied):
     """A lock named by a text, for the processes of one user. Never waits. For one thread."""

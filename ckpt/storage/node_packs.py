@@ -42,8 +42,6 @@ from ckpt.storage.pack_writers import PackWriter
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError
 from ckpt.storage.step_source import HeldStep, LocalStep, OpenFile, StepSource
 
-__all__ = ["NodeLocalStep", "NodePacks"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _log = logging.getLogger("ckpt")

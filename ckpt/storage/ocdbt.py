@@ -30,22 +30,6 @@ from ckpt.native import crc32c
 from ckpt.storage.names import NODES
 from ckpt.storage.regular_files import DamagedFileError
 
-__all__ = [
-    "Bytes",
-    "Entries",
-    "FRAME_HEAD_BYTES",
-    "FRAME_TAIL_BYTES",
-    "Front",
-    "MAX_TEXT_BYTES",
-    "common_length",
-    "compressed",
-    "database",
-    "decompressed",
-    "ends_of",
-    "front_coded",
-    "head_of",
-]
-
 MAX_TEXT_BYTES = 1 << 20
 """tensorstore refuses a larger value in a node."""
 

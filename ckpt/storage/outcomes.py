@@ -17,21 +17,6 @@ from ckpt.storage.files import storage_errors
 from ckpt.storage.names import SaveId, parse_save_name
 from ckpt.storage.step_source import LocalStep, StepSource
 
-__all__ = [
-    "Abandoned",
-    "Aside",
-    "MovedStep",
-    "MovedTo",
-    "NotDurableError",
-    "Published",
-    "SaveOutcome",
-    "find_moved",
-    "moved_to",
-    "rename_back",
-    "to_be_deleted",
-    "unknown_reason",
-]
-
 
 class NotDurableError(StorageError):
     """The step is published, but a sync after the commit failed: it may not survive a loss of power."""

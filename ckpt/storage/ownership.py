@@ -33,8 +33,6 @@ from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import read_document_at
 from inprocess.ipc.process import Process
 
-__all__ = ["Claim", "ClaimLease", "MAX_CLAIM_BYTES", "OwnerOverview", "OwnerState", "Ownership", "tokens_in"]
-
 _CLAIM = re.compile(r"(\d{8,18})\.json")
 MAX_CLAIM_BYTES = 1 << 16
 _IDENTITY = "root.json"

@@ -41,8 +41,6 @@ from ckpt.storage.links import refuse_link
 from ckpt.storage.names import pack_file
 from ckpt.storage.pack_index import ALIGNMENT
 
-__all__ = ["ChunkToCompress", "FileJob", "PackWriter", "StoresBlock", "WrittenFile"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 _BUFFER_BYTES = 4 << 20  # so much is compressed before it is written
 StoresBlock = Callable[[memoryview, int, int], None]  # whole pages, how many bytes of them count, and where they begin

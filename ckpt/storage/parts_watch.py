@@ -5,8 +5,6 @@ from __future__ import annotations
 from ckpt.storage.interface import Pending
 from ckpt.storage.names import RANKS_PER_DIRECTORY, parts_directory
 
-__all__ = ["PartsWatch"]
-
 
 class PartsWatch:
     """Which ranks have completed their parts, for a process that waits for all of them.

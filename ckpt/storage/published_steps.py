@@ -13,8 +13,6 @@ from ckpt.storage.names import parse_save_name, part_name, step_name, step_numbe
 from ckpt.storage.step_source import HeldStep, StepSource, read_document
 from ckpt.storage.stores.interface import Store
 
-__all__ = ["PublishedSteps"]
-
 
 class PublishedSteps(ABC):
     """The part of a `Root` that needs no owner. `path` is the absolute path of the root, or its URL."""

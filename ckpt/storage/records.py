@@ -47,9 +47,6 @@ from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.store_step import StoreStep
 from ckpt.storage.stores.interface import About, Store
 
-__all__ = ["Record", "Records", "State", "StateChanges", "record_key"]
-
-
 State = Literal["published", "abandoned", "superseded", "damaged", "removed"]
 
 _STATES = ("published", "abandoned", "superseded", "damaged", "removed")

@@ -12,8 +12,6 @@ import numpy as np
 from ckpt.native import CHECKSUM_BYTES
 from ckpt.storage.array_metadata import ArrayMeta
 
-__all__ = ["ALIGNMENT", "FilePlaces", "Numbers", "Region", "chunk_sizes", "regions_from_documents"]
-
 ALIGNMENT = 16
 """Chunks begin at multiples of this in a file."""
 

@@ -12,8 +12,6 @@ import stat
 from ckpt.errors import CheckpointCorruptError
 from ckpt.storage.files import storage_errors, under
 
-__all__ = ["DamagedFileError", "MissingFileError", "open_regular", "read_document_at", "read_regular"]
-
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 

@@ -40,8 +40,6 @@ from ckpt.storage.outcomes import MovedStep, MovedTo, find_moved, moved_to, rena
 from ckpt.storage.step_reader import hold_directory, remove_stale_readers, why_no_step
 from ckpt.storage.step_source import HeldStep, LocalStep
 
-__all__ = ["CheckpointRoot"]
-
 _KEEP_RECORDS_S = 3600.0
 _VISIBLE_S, _PAUSE_S = 5.0, 0.05  # a network file system may take so long to show a file to another node
 

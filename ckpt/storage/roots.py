@@ -22,17 +22,6 @@ from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.stores import open_store
 from ckpt.storage.stores.interface import StorageOptions
 
-__all__ = [
-    "absolute",
-    "is_object_url",
-    "is_seen",
-    "local_path",
-    "note_seen",
-    "open_root",
-    "own_directory",
-    "own_root",
-]
-
 _LOOK_S = 5.0
 _TIMEOUT_S = 60.0  # for requests that a storage does not answer
 _OBJECT_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "directory://", "memory://", "sftp://")

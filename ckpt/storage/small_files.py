@@ -13,8 +13,6 @@ from ckpt.storage.roots import absolute, is_object_url
 from ckpt.storage.stores import open_store
 from ckpt.storage.stores.interface import StorageOptions, Store
 
-__all__ = ["SmallFiles"]
-
 _TIMEOUT_S = 60.0  # for requests that an object store does not answer
 _MAX_BYTES = 1 << 20
 

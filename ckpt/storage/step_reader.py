@@ -22,8 +22,6 @@ from ckpt.storage.links import refuse_link
 from ckpt.storage.regular_files import DamagedFileError, open_regular, read_document_at
 from ckpt.storage.step_source import HeldStep, LocalStep
 
-__all__ = ["has_readers", "hold_directory", "remove_stale_readers", "why_no_step"]
-
 _READERS = ".readers"
 _MAX_INTENT_BYTES = 1 << 20
 

@@ -25,8 +25,6 @@ from ckpt.storage.names import PUBLISHED_STEP
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError, open_regular, read_regular
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["HeldStep", "LocalStep", "OpenFile", "StepSource", "read_document", "step_source"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _GONE = (FileNotFoundError, NotADirectoryError)

@@ -25,8 +25,6 @@ from ckpt.storage.ownership import MAX_CLAIM_BYTES, OwnerOverview, Ownership, to
 from ckpt.storage.stores.interface import About, Store, check_create
 from inprocess.ipc.process import Process
 
-__all__ = ["STORE_EXPIRY_S", "STORE_RENEW_S", "StoreLeases", "StoreOwnership"]
-
 _IDENTITY = "owner/root.json"
 STORE_RENEW_S = 10.0
 STORE_EXPIRY_S = 45.0

@@ -37,8 +37,6 @@ from ckpt.storage.store_step import StoreStep, hold_objects, readers, remove_sta
 from ckpt.storage.stores import open_store
 from ckpt.storage.stores.interface import StorageOptions, Store
 
-__all__ = ["StoreRoot", "store_root"]
-
 _KEEP_RECORDS_S = 3600.0
 _LEAST_LOOK_S = 0.2
 _LEASE_TIMEOUT_S = 5.0

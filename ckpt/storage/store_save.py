@@ -17,8 +17,6 @@ from ckpt.storage.records import Record, Records, record_key
 from ckpt.storage.store_step import StoreStep
 from ckpt.storage.stores.interface import Store
 
-__all__ = ["StorePackWriter", "StoreSave"]
-
 
 class StorePackWriter(PackWriter):
     """Writes the pack of one rank below a prefix: each file is one object, put straight from memory.

@@ -18,8 +18,6 @@ from ckpt.storage.step_source import HeldStep, OpenFile, StepSource
 from ckpt.storage.store_owner import STORE_EXPIRY_S, STORE_RENEW_S
 from ckpt.storage.stores.interface import Store
 
-__all__ = ["StoreStep", "hold_objects", "readers", "remove_stale_readers"]
-
 
 class StoreStep(StepSource):
     """The objects below the prefix of a save, or below the place of the store itself if it is empty."""

@@ -29,8 +29,6 @@ from ckpt.storage.files import FileIdentity
 from ckpt.storage.interface import Root
 from ckpt.storage.pack_writers import FileJob, PackWriter, WrittenFile
 
-__all__ = ["UnchangedFiles"]
-
 _MOST_STEPS = 128
 _SPREAD = 37  # so that the files of a rank are not all written again in the same save
 _SAMPLE_BYTES = 64

@@ -22,8 +22,6 @@ from ckpt.storage.pack_index import PackIndex, StoredArray
 from ckpt.storage.regions import Numbers, chunk_sizes
 from ckpt.storage.zarr_names import array_names, array_texts, group_documents
 
-__all__ = ["Hierarchy", "chunk_count"]
-
 _METADATA = "zarr.json"
 _MAX_FILES = 1 << 20  # of a rank
 _NO_ROWS = np.zeros((0, 5), np.int64)

@@ -36,17 +36,6 @@ from ckpt.storage.documents import canonical_json
 from ckpt.storage.names import RANKS_PER_DIRECTORY, directory
 from ckpt.storage.pack_index import PackIndex, Region, StoredArray
 
-__all__ = [
-    "array_document",
-    "array_names",
-    "array_texts",
-    "chunk_index",
-    "group_documents",
-    "named_document",
-    "references",
-    "tensor_name",
-]
-
 
 def tensor_name(path: Path, rank: int | None = None) -> str:
     """Return the name of the tensor at `path`, or of the one that `rank` has there."""

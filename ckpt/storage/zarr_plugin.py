@@ -20,7 +20,6 @@ try:
 except ImportError as error:
     raise ImportError("ckpt.storage.zarr_plugin needs zarr-python 3: pip install 'ckpt-inprocess[zarr]'") from error
 
-__all__ = ["BFloat16", "Float8E4M3FNUZ", "Float8E5M2", "Float8E5M2FNUZ", "Float8E8M0FNU", "register"]
 
 # It has moved between releases. Raising it makes zarr-python try the next data type.
 _where: Any = zarr.errors if hasattr(zarr.errors, "DataTypeValidationError") else zarr.core.dtype

@@ -30,8 +30,6 @@ from ckpt.storage.step_source import StepSource, step_source
 from ckpt.storage.zarr_entries import Hierarchy
 from ckpt.validation.step_files import PackChecks, PackFile, Problem, StepFiles, read_document, read_step_files
 
-__all__ = ["Report", "compressed_places", "database_problem", "validate"]
-
 
 @dataclass
 class Report:

@@ -36,8 +36,6 @@ from ckpt.storage.pack_index import StoredArray
 from ckpt.storage.regular_files import DamagedFileError
 from ckpt.storage.step_source import StepSource, step_source
 
-__all__ = ["PackChecks", "PackFile", "Problem", "Readable", "StepFiles", "read_document", "read_step_files"]
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:

@@ -33,8 +33,6 @@ from ckpt.values.registry import (
     name_of,
 )
 
-__all__ = ["UnencodableError", "decode_value", "encode_value", "resolve", "unregistered_in"]
-
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 _MAX_NESTING = 100
 _DICTIONARIES: Mapping[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

@@ -20,8 +20,6 @@ from ckpt.values.codec import UnencodableError, decode_value, encode_value
 from ckpt.values.registry import Unregistered, encoder_named, form_of, name_of
 from ckpt.values.tensor_subclasses import class_named
 
-__all__ = ["Container", "rebuild"]
-
 _MAX_KEYS = 101  # of a path
 _MAX_DIMENSIONS = 64  # of a tensor
 _OUTER_SHAPE = Unregistered("ckpt.OuterShape", None)  # in a context, for the shape of the tensor itself

@@ -21,25 +21,6 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar, overload
 from uuid import UUID
 
-__all__ = [
-    "BUILT_IN",
-    "STANDARD",
-    "STANDARD_BY_NAME",
-    "TORCH",
-    "ArrayValue",
-    "Encoder",
-    "Form",
-    "Standard",
-    "Unregistered",
-    "all_parts",
-    "encoder_named",
-    "encoder_of",
-    "form_of",
-    "name_of",
-    "register_encoder",
-]
-
-
 _MAX_DIMENSIONS = 64  # of a tensor or an array
 
 

@@ -16,8 +16,6 @@ from typing import Any, Literal, get_args
 
 from ckpt.values.registry import name_of
 
-__all__ = ["Follows", "SubclassRule", "class_named", "register_tensor_subclass", "rule_of"]
-
 Follows = Literal["shape", "elements", "whole"]
 """How a part is sharded when its tensor is.
 

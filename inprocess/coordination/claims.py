@@ -24,8 +24,6 @@ from inprocess.ipc.process import Process
 from inprocess.ipc.proofs import fresh_nonce
 from inprocess.rank_environment import scheduled_ranks
 
-__all__ = ["RankClaim", "RankClaims", "RankSlot"]
-
 # Variables that may differ between ranks of one job, or that are secrets.
 _OF_ONE_RANK = re.compile(
     r".*RANK.*|.*(SECRET|TOKEN|PASSW|CREDENTIAL|KEY).*|(SLURM|OMPI_|PMI|PRTE|MPI_|MPIR|I_MPI|HYD|MV2_|PALS_|SSH_|XDG_).*"

@@ -27,8 +27,6 @@ from inprocess.ipc.suspension import Silence
 from inprocess.ipc.threads import JoinableThread
 from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["CoordinationStore", "StoreClient"]
-
 _log = logging.getLogger(__name__)
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 _CONNECT_S = 2.0

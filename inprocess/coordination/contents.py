@@ -9,8 +9,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from inprocess.coordination.wire import MAX_VALUE, Frame, Op, WireError, number, pack_number
 
-__all__ = ["Answer", "Contents", "NotApplicable", "Waiter", "Waiters"]
-
 _MOST_BYTES = 256 << 20  # of all values and names together
 
 Answer = tuple[Op, tuple[bytes, ...]]

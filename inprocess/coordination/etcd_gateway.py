@@ -27,8 +27,6 @@ from inprocess.bounded_waits import BoundedCall
 from inprocess.exception import StoreError, StoreLostError
 from inprocess.ipc.suspension import Silence
 
-__all__ = ["EtcdCluster", "EtcdGateway", "EtcdRequest", "address_towards"]
-
 _log = logging.getLogger(__name__)
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _DIAL_S = 2.0

@@ -10,8 +10,6 @@ import hashlib
 from inprocess.coordination.etcd_gateway import EtcdGateway, EtcdRequest
 from inprocess.exception import StoreError
 
-__all__ = ["EtcdLease"]
-
 
 class EtcdLease:
     """A lease of `seconds`, which all clients that give the same `name` share. Any thread."""

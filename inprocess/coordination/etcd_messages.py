@@ -10,23 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from inprocess.coordination.verbs import in_bytes
 
-__all__ = [
-    "Answers",
-    "Entry",
-    "KeyRange",
-    "Message",
-    "after",
-    "as_of",
-    "condition",
-    "delete",
-    "encoded",
-    "joined",
-    "place",
-    "put",
-    "read",
-    "suffix",
-]
-
 Message: TypeAlias = dict[str, Any]
 
 

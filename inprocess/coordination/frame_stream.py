@@ -19,8 +19,6 @@ from inprocess.coordination.wire import (
 )
 from inprocess.ipc.proofs import fresh_nonce
 
-__all__ = ["ClientConnection", "FrameStream", "RefusedError"]
-
 _RECEIVE = 1 << 16
 _SEND = 1 << 20
 _CLOSED = "the other end closed the connection"

@@ -12,8 +12,6 @@ from inprocess.coordination.verbs import StoreVerbs, VerbCall, meet_in_steps
 from inprocess.coordination.wire import Op, number, pack_number
 from inprocess.exception import StoreTimeoutError
 
-__all__ = ["StoreMixin"]
-
 _SHORTEST_S = 0.001  # torch's stores take 0 for "no limit"
 
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from inprocess.coordination.client import StoreClient
     from inprocess.coordination.etcd import EtcdClient
 
-__all__ = ["Namespace", "PrefixView", "RestartIndex"]
 
 _RESTART_INDEX = "restart_index"
 _STARTED = "started_ms"

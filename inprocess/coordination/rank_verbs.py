@@ -12,8 +12,6 @@ from inprocess.coordination.verbs import StoreVerbs
 from inprocess.exception import BarrierOverflow, BarrierTimeout, StoreTimeoutError
 from inprocess.ipc.suspension import Silence
 
-__all__ = ["RankVerbs"]
-
 _CHUNK = timedelta(seconds=1)
 
 

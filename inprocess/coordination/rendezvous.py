@@ -32,8 +32,6 @@ from inprocess.ipc.proofs import job_secret
 from inprocess.rank_environment import scheduled_ranks
 from inprocess.unblock.store_waits import connect_store
 
-__all__ = ["Rendezvous", "new_access"]
-
 _SECRET = "INPROCESS_SECRET"
 _PAUSE_S = 0.05
 _BETTER_CLAIMS_S = 5.0  # how long rank 0 waits for claims that are more like its own

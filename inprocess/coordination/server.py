@@ -39,8 +39,6 @@ from inprocess.ipc.proofs import fresh_nonce
 from inprocess.ipc.suspension import Suspension, starts_again
 from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["StoreServer", "listen"]
-
 _log = logging.getLogger(__name__)
 _BACKLOG = 4096
 _GREETING_S = 5.0

@@ -28,8 +28,6 @@ from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.forks import in_forked_children
 from inprocess.ipc.process import end_process, start_module
 
-__all__ = ["PORT_WAIT_S", "ServerProcess"]
-
 _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0
 PORT_WAIT_S = 20.0

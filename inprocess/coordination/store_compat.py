@@ -14,8 +14,6 @@ from inprocess.attribution import InterruptionRecord
 from inprocess.coordination.rank_verbs import RankVerbs
 from inprocess.exception import StoreTimeoutError
 
-__all__ = ["CompatibleVerbs"]
-
 _INTERRUPTED = "interrupted"
 _RECORDS = "interruption_records"
 _LOCKED_RECORDS = "interruption_records_locked"

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from inprocess.coordination.wire import Op, number, pack_number
 
-__all__ = ["NO_GUARD", "Guard", "VerbCall", "StoreVerbs", "few", "in_bytes", "meet_in_steps"]
-
 
 class Guard(NamedTuple):
     """A condition of requests: as long as `key` has this `value`. Otherwise they end with StaleViewError."""

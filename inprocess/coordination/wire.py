@@ -24,22 +24,6 @@ from typing import Any, NamedTuple
 
 from inprocess.ipc import proofs
 
-__all__ = [
-    "MAX_BODY",
-    "MAX_GREETING",
-    "MAX_VALUE",
-    "PROTOCOL",
-    "Access",
-    "Frame",
-    "FrameReader",
-    "Op",
-    "WireError",
-    "encode",
-    "number",
-    "pack_number",
-    "proof",
-]
-
 PROTOCOL = b"inprocess store 4"
 MAX_VALUE = 4 << 20  # of one key; the store is for coordination, not for tensors
 MAX_BODY = 8 << 20  # of one frame

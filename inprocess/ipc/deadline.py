@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["Deadline"]
-
 
 class Deadline:
     """A time at which a wait ends, `timeout_s` seconds after this was made.

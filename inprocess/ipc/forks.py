@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Origin", "in_forked_children"]
-
 
 class Origin:
     """The process in which this was made."""

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["command_of", "import_path", "interpreter"]
-
 # Our packages are imported from where they are here, whatever else of their names the path has. -P keeps the current
 # directory from shadowing the standard library until then.
 _BOOTSTRAP = """\

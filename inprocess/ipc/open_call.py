@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["OPEN_CALL_FILE", "close_call", "open_call"]
-
 OPEN_CALL_FILE = "INPROCESS_OPEN_CALL_FILE"
 """The environment variable with the path of the file."""
 

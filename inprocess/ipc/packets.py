@@ -26,8 +26,6 @@ from typing import Any, Generic, TypeVar
 from inprocess.ipc.forks import Origin, in_forked_children
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["MAX_BYTES", "Channel", "Codec", "Packet", "PacketError", "receive", "send"]
-
 MAX_BYTES = 128 << 10  # below the kernel's default socket buffer (208 KB), so that a lone packet always fits
 _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)

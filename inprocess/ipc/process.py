@@ -16,8 +16,6 @@ from inprocess.ipc.interpreter import command_of
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["Process", "end_process", "has_ended", "start_module"]
-
 
 @dataclass(frozen=True, slots=True)
 class Process:

@@ -11,8 +11,6 @@ import logging
 import os
 from collections.abc import Collection
 
-__all__ = ["reap_adopted", "warn_if_process_one"]
-
 _log = logging.getLogger(__name__)
 _STATE, _PARENT, _SESSION = 0, 1, 3  # fields of /proc/PID/stat behind the name
 

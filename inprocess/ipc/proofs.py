@@ -10,8 +10,6 @@ import hashlib
 import hmac
 import os
 
-__all__ = ["NONCE_BYTES", "PROOF_BYTES", "fresh_nonce", "job_secret", "proof"]
-
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 _SECRET = "INPROCESS_SECRET"

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 
 from inprocess.ipc.variables import number_in, variable_set
 
-__all__ = ["collected_steps", "report_step", "reported_step"]
-
 _VARIABLE = "INPROCESS_REPORTED_STEP"
 
 

@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager
 
 from inprocess.ipc.variables import number_in, variable_set
 
-__all__ = ["announced_restart_index", "current_restart_index"]
-
 _VARIABLE = "INPROCESS_RESTART_INDEX"
 
 

@@ -16,8 +16,6 @@ import secrets
 from types import TracebackType
 from typing import NoReturn, Self
 
-__all__ = ["SharedMemory"]
-
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _MADV_COLLAPSE = 25  # Linux 6.1
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000

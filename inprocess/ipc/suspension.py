@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["Silence", "Suspension", "starts_again"]
-
 _DELAY_S = 0.25  # by which a busy machine, or the interpreter lock, may delay a thread
 _SHORT_S, _LONG_S = 1.0, 5.0
 

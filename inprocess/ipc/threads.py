@@ -12,8 +12,6 @@ from typing import Any
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.suspension import Silence
 
-__all__ = ["JoinableThread", "before_exit", "finishes_within", "join_all"]
-
 _SLICE_S = 0.05  # a waiting main thread returns to bytecode this often: exceptions reach it, and it counts as alive
 
 

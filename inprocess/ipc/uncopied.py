@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, SupportsIndex
 
-__all__ = ["Uncopied"]
-
 
 class Uncopied:
     """Refuses `copy.copy`, `copy.deepcopy` and pickling, with a TypeError.

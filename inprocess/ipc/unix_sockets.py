@@ -15,8 +15,6 @@ import struct
 import tempfile
 from collections.abc import Iterator
 
-__all__ = ["connect", "listen", "peer_pid", "private_directory", "remove_socket", "short_path"]
-
 _CREDENTIALS = struct.Struct("3i")
 _LONGEST_PATH = 107
 

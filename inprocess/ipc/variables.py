@@ -6,8 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-__all__ = ["number_in", "variable_set"]
-
 
 @contextlib.contextmanager
 def variable_set(name: str, number: int) -> Iterator[None]:

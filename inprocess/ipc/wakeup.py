@@ -7,8 +7,6 @@ import os
 
 from inprocess.ipc.uncopied import Uncopied
 
-__all__ = ["Wakeup"]
-
 
 class Wakeup(Uncopied):
     """An eventfd. Its descriptor is readable while the flag is set, so it can be polled together with others."""

@@ -19,8 +19,6 @@ from typing import Any
 
 from inprocess.ipc.threads import JoinableThread
 
-__all__ = ["async_raise", "clear_async_raise", "reraise_if_unraisable"]
-
 _POLL_S = 0.001
 
 

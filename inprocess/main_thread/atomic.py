@@ -15,8 +15,6 @@ from _thread import RLock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["AtomicLock"]
-
 _log = logging.getLogger(__name__)
 _SLICE_S = 0.005  # how late an exception thrown into a waiting thread may be
 

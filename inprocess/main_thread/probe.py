@@ -12,8 +12,6 @@ import math
 import threading
 import time
 
-__all__ = ["MainThreadProbe"]
-
 _SEMAPHORE_BYTES = 128  # sizeof(sem_t) is 32 or less everywhere
 
 

@@ -31,8 +31,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 
-__all__ = ["MainThreadInterrupter", "SignalSets", "find_free_signal", "read_signal_sets"]
-
 _log = logging.getLogger(__name__)
 
 

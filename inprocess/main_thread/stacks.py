@@ -27,8 +27,6 @@ from types import TracebackType
 
 from inprocess.main_thread.signals import find_free_signal, read_signal_sets
 
-__all__ = ["StackReporter", "own_stacks", "read_stacks"]
-
 _log = logging.getLogger(__name__)
 _POLL_S = 0.002
 _READER_TIMEOUT_S = 2.0

@@ -36,8 +36,6 @@ from inprocess.main_thread.async_raise import async_raise, clear_async_raise
 from inprocess.main_thread.atomic import AtomicLock
 from inprocess.main_thread.signals import MainThreadInterrupter
 
-__all__ = ["MainThreadThrower", "discard_imports", "failed_imports"]
-
 _log = logging.getLogger(__name__)
 _METHODS = frozenset(("__enter__", "__exit__", "__aenter__", "__aexit__"))
 _MODULES = frozenset(

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from inprocess.hardware import Port, nearest_ports, open_gpu
 
-__all__ = ["DeviceHealth"]
-
 _log = logging.getLogger(__name__)
 
 

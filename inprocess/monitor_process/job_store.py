@@ -15,8 +15,6 @@ from typing import Any
 from inprocess.coordination import Access, CoordinationStore, Namespace
 from inprocess.coordination.namespace import PrefixView
 
-__all__ = ["describe_store", "iteration_store", "open_store"]
-
 _SECONDS = "timedelta_s"
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from inprocess.ipc.suspension import starts_again
 from inprocess.progress_watchdog import Timestamp
 
-__all__ = ["Limit", "ProgressLimits"]
-
 
 class Limit(enum.Enum):
     """Which limit has passed."""

@@ -22,33 +22,6 @@ from typing import Any, get_args
 from inprocess.ipc.packets import Channel, Codec
 from inprocess.rank_environment import scheduled_ranks
 
-__all__ = [
-    "CODEC",
-    "AttachBoard",
-    "CloseConnection",
-    "Confirm",
-    "Connect",
-    "DisableSiblingMonitor",
-    "DisableTimeouts",
-    "EnableTimeouts",
-    "InboxItem",
-    "Init",
-    "IterationStart",
-    "Leaving",
-    "Message",
-    "MonitorChannel",
-    "Ok",
-    "Progress",
-    "QueryStanding",
-    "RankInfo",
-    "RequestFailed",
-    "ServeRanks",
-    "SetCycle",
-    "Shutdown",
-    "Started",
-    "WatchRank",
-]
-
 
 @dataclass(frozen=True)
 class RankInfo:

@@ -20,8 +20,6 @@ from inprocess.ipc.packets import receive, send
 from inprocess.monitor_process.messages import CODEC, Ok, QueryStanding
 from inprocess.sections.report import Standing
 
-__all__ = ["NeighborMonitors", "OnAnswers"]
-
 _ANSWER_S = 1.0  # they read stacks, which takes up to half of it
 OnAnswers = Callable[[list[Standing]], None]
 

@@ -35,8 +35,6 @@ from inprocess.monitor_process.session import SessionServices
 from inprocess.monitor_process.state_machine import RankMonitorStateMachine, RestarterLog
 from inprocess.monitor_process.watched import WatchedProcess
 
-__all__ = ["NodeMonitor", "control_socket_path"]
-
 _log = logging.getLogger(__name__)
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 

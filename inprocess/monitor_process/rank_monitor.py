@@ -38,8 +38,6 @@ from inprocess.progress_watchdog import Timestamp
 from inprocess.sections.deadlines import AlarmAction
 from inprocess.sections.report import Standing
 
-__all__ = ["RankMonitor"]
-
 _log = logging.getLogger(__name__)
 _STACKS_TIMEOUT_S = 2.0  # for a busy machine; a process that cannot answer at all is not waited for
 _REMEDY = "; code that may take longer needs a longer limit, or call.disable_hang_protection()"

@@ -31,8 +31,6 @@ from inprocess.monitor_process.watched import WatchedProcess
 from inprocess.sections.board import BoardError
 from inprocess.sections.report import Standing
 
-__all__ = ["RankSocket"]
-
 _log = logging.getLogger(__name__)
 _GREETING_S = 10.0
 _MOST_CONNECTIONS = 32

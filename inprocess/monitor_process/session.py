@@ -15,8 +15,6 @@ from inprocess.monitor_process.watched import WatchedProcess, WatchedSections
 from inprocess.sections.deadlines import Alarm
 from inprocess.sections.report import Standing, in_collective
 
-__all__ = ["Session", "SessionServices"]
-
 _log = logging.getLogger(__name__)
 _STACKS_TIMEOUT_S = 0.5
 

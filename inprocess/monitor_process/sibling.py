@@ -24,8 +24,6 @@ from inprocess.exception import StaleViewError, StoreError
 from inprocess.ipc.suspension import Silence
 from inprocess.reports import heartbeat_key
 
-__all__ = ["HeartbeatStore", "SiblingMonitor", "heartbeat_interval_s"]
-
 _log = logging.getLogger(__name__)
 _MOST_BEATS_PER_S = 512  # of all ranks together
 _FEWEST_BEATS = 6  # within the time limit

@@ -25,8 +25,6 @@ from inprocess.ipc.process import start_module
 from inprocess.monitor_process import messages
 from inprocess.monitor_process.messages import CODEC, MonitorChannel
 
-__all__ = ["MonitorControl", "MonitorHandle", "MonitorStartError", "start_monitor"]
-
 _REQUEST_TIMEOUT_S = 10.0
 _END_TIMEOUT_S = 5.0
 

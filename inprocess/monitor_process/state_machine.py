@@ -12,8 +12,6 @@ from __future__ import annotations
 import enum
 from typing import Any, Protocol
 
-__all__ = ["InvalidStateTransitionException", "RankMonitorState", "RankMonitorStateMachine", "RestarterLog"]
-
 
 class RankMonitorState(enum.Enum):
     """Where the restarts of the job are."""

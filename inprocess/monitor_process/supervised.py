@@ -21,8 +21,6 @@ from inprocess.monitor_process.messages import Message, WatchRank
 from inprocess.monitor_process.start import MonitorHandle, MonitorStartError, start_monitor
 from inprocess.progress_watchdog import Timestamp
 
-__all__ = ["MonitorProcess"]
-
 _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0

@@ -16,8 +16,6 @@ from inprocess.sections.board_reader import read_board
 from inprocess.sections.deadlines import Alarm, SectionWatch
 from inprocess.sections.report import Standing, report_alarm, standing_of
 
-__all__ = ["WatchedProcess", "WatchedSections"]
-
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
 _UNKILLABLE_S = 10.0  # after SIGKILL: a core dump or much memory takes a while

@@ -13,8 +13,6 @@ from inprocess.node_health.messages import NodeCheckSettings
 from inprocess.node_health.outside_checks import CommandCheck, SegmentDecisionCheck, ServiceCheck
 from inprocess.node_health.storage_checks import SharedMountsCheck, StoragePathCheck
 
-__all__ = ["CheckChain", "checks_of"]
-
 # After the limits: for checks that end themselves at their limit, and if this process was suspended meanwhile.
 _GRACE_S = 2.0
 

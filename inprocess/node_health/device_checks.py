@@ -12,8 +12,6 @@ from inprocess.hardware import Gpu, Port, all_ports, open_gpus
 from inprocess.node_health.interface import CheckResult, NodeCheck, failed, failed_if, not_applicable, ok
 from inprocess.process_end import KERNEL_LOG, next_record
 
-__all__ = ["ClockCheck", "GpuCheck", "NetworkCardCheck", "NvLinkCheck", "XidCheck", "read_clock"]
-
 # Errors of the hardware that a program cannot cause: double-bit ECC, failed row remapping, NVLink, fallen off the bus,
 # uncontained ECC, no answer from the GPU's system processor.
 _XIDS = {48, 64, 74, 79, 95, 119, 120}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass
 
-__all__ = ["FAILED", "NOT_APPLICABLE", "OK", "CheckResult", "NodeCheck", "failed", "failed_if", "not_applicable", "ok"]
-
 OK, FAILED, NOT_APPLICABLE = "ok", "failed", "not applicable"
 
 

@@ -8,8 +8,6 @@ from typing import get_args
 from inprocess.ipc.packets import Channel, Codec
 from inprocess.node_health.interface import CheckResult
 
-__all__ = ["CODEC", "CheckReport", "HealthChannel", "NodeCheckSettings", "RunChecks"]
-
 
 @dataclass(frozen=True)
 class NodeCheckSettings:

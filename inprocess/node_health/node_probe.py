@@ -15,8 +15,6 @@ from inprocess.ipc.process import end_process, start_module
 from inprocess.node_health.interface import FAILED, CheckResult
 from inprocess.node_health.messages import CODEC, CheckReport, HealthChannel, NodeCheckSettings, RunChecks
 
-__all__ = ["NodeProbe"]
-
 _log = logging.getLogger(__name__)
 _MODULE = "inprocess.node_health"
 _START_S = 30.0  # for the process to start on a busy machine, beside the limit of its checks

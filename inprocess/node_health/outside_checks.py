@@ -16,8 +16,6 @@ from typing import Any
 
 from inprocess.node_health.interface import CheckResult, NodeCheck, failed, failed_if, not_applicable, ok
 
-__all__ = ["CommandCheck", "SegmentDecisionCheck", "ServiceCheck", "socket_path_of"]
-
 _METHOD = "/nvhcd.HealthCheckService/RunHealthCheck"
 _ARGUMENTS = ("--no-slurm",)
 _SHOWN = 500  # characters of an output

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from inprocess.node_health.interface import CheckResult, NodeCheck, failed, failed_if, not_applicable, ok
 
-__all__ = ["SharedMountsCheck", "StoragePathCheck"]
-
 _PROBE_BYTES = 1 << 20
 _READ_BYTES = 4096
 _SHARED_KINDS = {"beegfs", "ceph", "gpfs", "lustre", "nfs", "nfs4", "wekafs"}

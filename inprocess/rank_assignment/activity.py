@@ -5,15 +5,6 @@ from __future__ import annotations
 from inprocess.rank_assignment.base import RankAssignmentCtx, RankFilter, TwoStyleAssignment, check_count
 from inprocess.state import Mode, State
 
-__all__ = [
-    "ActivateAllRanks",
-    "ActiveWorldSizeDivisibleBy",
-    "MaxActiveWorldSize",
-    "WorldSizeDivisibleBy",
-    "activate_below",
-    "active_size",
-]
-
 
 def active_size(state: State) -> int:
     """Return how many ranks are active so far: all live ones if that is undecided, never more than there are.

@@ -11,8 +11,6 @@ from inprocess.coordination import RankVerbs
 from inprocess.rank_assignment.base import RankAssignmentCtx, TwoStyleAssignment, check_terminated
 from inprocess.state import State
 
-__all__ = ["FilterCountGroupedByKey", "FilterGroupedByKey"]
-
 
 class FilterCountGroupedByKey(TwoStyleAssignment):
     """Terminates every rank whose group has a size that `condition` refuses.

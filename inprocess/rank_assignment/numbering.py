@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from inprocess.exception import InternalError
 from inprocess.rank_assignment.base import RankAssignmentCtx, TwoStyleAssignment, renumbered, surviving_rank
 
-__all__ = ["FillGaps", "LauncherOrder", "ShiftRanks"]
-
 
 class ShiftRanks(TwoStyleAssignment):
     """Every surviving rank moves down by the number of terminated ranks below it.

@@ -18,8 +18,6 @@ from itertools import pairwise
 from inprocess.rank_assignment.base import check_count
 from inprocess.state import FrozenState
 
-__all__ = ["Layer", "LayerFlag", "Leaf", "Node", "RankTree", "activate_first", "limit_active_size", "replace_lost"]
-
 
 class LayerFlag(enum.Flag):
     """How the groups of a layer replace a lost active rank.

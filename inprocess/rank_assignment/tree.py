@@ -27,8 +27,6 @@ from inprocess.rank_assignment.rank_tree import (
 )
 from inprocess.state import Mode, State
 
-__all__ = ["Tree"]
-
 
 class Tree(TwoStyleAssignment):
     """Numbers ranks, and chooses spares and their replacements, along a tree of groups.

@@ -28,8 +28,6 @@ from typing import Any
 
 from inprocess.sections.timeouts import STEP, HeartbeatTimeouts, SectionTimeouts
 
-__all__ = ["Board", "BoardError"]
-
 MAGIC = 0x494E5052_0002
 LARGEST_BYTES = 16 << 20
 (

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from inprocess.sections import board as at
 from inprocess.sections.board import Board
 
-__all__ = ["Activity", "SectionEvent", "Limits", "Reading", "read_board", "recent_events"]
-
 _READ_TRIES = 20
 _NS = 1e-9
 

@@ -17,8 +17,6 @@ from inprocess.sections.board import Board
 from inprocess.sections.board_reader import Activity, Limits, Reading, read_board
 from inprocess.sections.timeouts import STEP, WARMUP
 
-__all__ = ["ActivityDeadline", "Alarm", "AlarmAction", "SectionWatch", "deadlines"]
-
 _SHORTEST_PAUSE_S = 0.005
 _RECHECK_S = 0.25
 _NS = 1e-9

@@ -24,8 +24,6 @@ from collections.abc import Iterator
 from inprocess.sections.board import Board
 from inprocess.sections.making import SectionSettings, make_board
 
-__all__ = ["CLIENT_BOARD_ENV", "SECTION_BOARD_ENV", "SectionGate"]
-
 SECTION_BOARD_ENV = "INPROCESS_SECTION_BOARD"  # "PID:FD"
 CLIENT_BOARD_ENV = "INPROCESS_CLIENT_BOARD"  # "PID:FD"
 

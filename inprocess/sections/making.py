@@ -13,8 +13,6 @@ from inprocess.sections import board as at
 from inprocess.sections.board import Board
 from inprocess.sections.timeouts import HeartbeatTimeouts, SectionTimeouts
 
-__all__ = ["SectionSettings", "configured_limits", "make_board"]
-
 
 class SectionSettings(Protocol):
     """The settings that a board needs; `fault_tolerance.FaultToleranceConfig` has them."""

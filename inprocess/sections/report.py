@@ -25,8 +25,6 @@ from inprocess.sections.board import Board
 from inprocess.sections.board_reader import Reading, recent_events
 from inprocess.sections.deadlines import Alarm
 
-__all__ = ["Standing", "Suspect", "in_collective", "report_alarm", "root_suspect", "standing_of"]
-
 _log = logging.getLogger(__name__)
 _LISTED_EVENTS = 16
 _CLEARLY_S = 0.1

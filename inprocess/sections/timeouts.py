@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["STEP", "WARMUP", "HeartbeatTimeouts", "SectionTimeouts"]
-
 STEP = "step"  # the section whose limit may be another one in the first iterations
 WARMUP = "warmup"  # the name under which that limit is configured
 

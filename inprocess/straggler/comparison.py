@@ -15,8 +15,6 @@ from statistics import median_low
 
 from inprocess.straggler.durations import SectionSummary
 
-__all__ = ["STEP", "Contribution", "Straggler", "StragglerReport", "checked_threshold"]
-
 STEP = "step"
 _LEAST_LOSS = 0.01  # of the median step: a section that costs less is not worth a message, however slow it is
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from inprocess.straggler.durations import SectionTimes
 
-__all__ = ["CudaTimes"]
-
 _MOST_PAIRS = 64
 
 

@@ -30,8 +30,6 @@ from inprocess.straggler.comparison import STEP, Contribution, Straggler, Stragg
 from inprocess.straggler.cuda_times import CudaTimes
 from inprocess.straggler.durations import SectionSummary, SectionTimes
 
-__all__ = ["Detector"]
-
 _log = logging.getLogger(__name__)
 _MOST_SECTIONS = 64
 _MOST_NAMED = 8  # in a message

@@ -10,8 +10,6 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["LEAST_SAMPLES", "MOST_SAMPLES", "SectionSummary", "SectionTimes"]
-
 LEAST_SAMPLES = 8  # of a window: the median of fewer says little
 MOST_SAMPLES = 256
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-__all__ = ["Fault", "InjectedException", "Injection", "PlannedFault", "arm", "inject_fault", "plan_faults", "trigger"]
-
 _FOREVER_S = 2**31 - 1
 _GPU_CYCLES = 2**62
 

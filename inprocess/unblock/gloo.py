@@ -44,8 +44,6 @@ from inprocess.unblock.own_sockets import (
 )
 from inprocess.unblock.store_waits import main_thread_frame_in_groups
 
-__all__ = ["break_gloo_connections", "connect_as_missing_peers"]
-
 _THREAD_NAME = "gloo_tcp_loop"
 _LOOP_ARGUMENTS = (64, 10)  # events and milliseconds of gloo's epoll_wait: older torch gives the thread no name
 _RETRY_S = 0.001

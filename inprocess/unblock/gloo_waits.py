@@ -25,8 +25,6 @@ import sys
 import threading
 from typing import Any
 
-__all__ = ["end_gloo_waits", "watch_gloo_waits"]
-
 _log = logging.getLogger(__name__)
 _LIBRARY = os.path.join(os.path.dirname(__file__), "_gloo_waits.abi3.so")
 _UNWINDER = "libgcc_s.so.1"  # of the exceptions of gloo

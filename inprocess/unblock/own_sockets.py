@@ -15,20 +15,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = [
-    "Syscall",
-    "Watched",
-    "fd_waited_for",
-    "is_epoll_wait",
-    "listening_address",
-    "peer_port",
-    "pinned",
-    "read_text",
-    "shut_down",
-    "syscall_of",
-    "watched_by",
-]
-
 _ESTABLISHED, _CLOSE_WAIT = 1, 8  # include/net/tcp_states.h of Linux
 
 

@@ -16,15 +16,6 @@ from typing import Any
 from inprocess.bounded_waits import BoundedCall, bounded_call
 from inprocess.exception import TimeoutError
 
-__all__ = [
-    "abort_nccl",
-    "destroy_groups",
-    "discard_process_groups",
-    "gloo_outlives_modules",
-    "release_gloo",
-    "watchdog_of_nccl_ends_nothing",
-]
-
 _log = logging.getLogger(__name__)
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _WATCHDOG = {

@@ -28,15 +28,6 @@ from typing import Any
 from inprocess.bounded_waits import BoundedCall
 from inprocess.unblock.own_sockets import fd_waited_for, peer_port, pinned, shut_down, syscall_of
 
-__all__ = [
-    "allow_break",
-    "break_store_wait",
-    "connect_store",
-    "interruptible_store_connections",
-    "is_breakable",
-    "main_thread_frame_in_groups",
-]
-
 _GROUPS = os.path.join("torch", "distributed", "distributed_c10d.py")
 _RENDEZVOUS = os.path.join("torch", "distributed", "rendezvous.py")
 

@@ -5,8 +5,6 @@ import pstats
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["count_calls"]
-
 _T = TypeVar("_T")
 
 

@@ -23,8 +23,6 @@ from pathlib import Path
 from tests.support.object_server import KEY_ID, REGION, SECRET_KEY
 from tests.support.ranks import free_port
 
-__all__ = ["CephServer", "missing_ceph"]
-
 _PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin", "setpriv")
 _START_S = 45.0
 _CONFIG = """

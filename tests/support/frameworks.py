@@ -2,17 +2,6 @@
 
 from pathlib import Path
 
-__all__ = [
-    "LIGHTNING",
-    "MEGATRON",
-    "NVRX",
-    "TORCHDATA",
-    "TORCHTITAN",
-    "TORCHTITAN_ON_CPU",
-    "TRANSFORMERS",
-    "nvrx_is_there",
-]
-
 NVRX = Path(__file__).resolve().parents[2] / "build" / "nvrx"
 """Where the Makefile puts nvidia_resiliency_ext: it installs a program of the name of ours, so not into the venv."""
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["build", "clear", "differences", "full_tensor"]
-
 _SHAPES = ((7, 5), (10, 3), (1, 4), (0, 4), (33, 17), (64, 48), (3, 5, 7), (2,), (19,))
 
 

@@ -8,8 +8,6 @@ import psutil
 
 import ckpt
 
-__all__ = ["as_another_program", "newest_writer", "stopped_until_a_load_waits", "when_a_load_waits"]
-
 
 def as_another_program(checkpointer: ckpt.Checkpointer) -> ckpt.Checkpointer:
     """Return it, as if it was of another program: loads and claims of this one do not wait for its saves."""

@@ -12,8 +12,6 @@ import pytest
 
 from tests.inprocess.nodes.cgroups import Group
 
-__all__ = ["EATS_MEMORY", "memory_group"]
-
 EATS_MEMORY = "held = [bytearray(b'x' * (1 << 20)) for _ in range(4096)]"
 """Python code that takes 4 GiB of memory and writes into all of it."""
 

@@ -21,19 +21,6 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
-__all__ = [
-    "KEY_ID",
-    "REGION",
-    "SECRET_KEY",
-    "Bucket",
-    "FaultProxy",
-    "Request",
-    "S3Server",
-    "Server",
-    "bucket_of",
-    "slow_down",
-]
-
 KEY_ID, SECRET_KEY, REGION = "test-key-id", "test-secret-key", "us-east-1"
 """The credentials that the servers of tests accept."""
 

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["expected_state", "is_orbax_installed", "write_with_orbax"]
-
 _PROGRAM = Path(__file__).with_name("orbax_program.py")
 
 

@@ -17,8 +17,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["azure_container", "missing_server", "s3rver_bucket"]
-
 _SERVERS = Path(__file__).resolve().parents[2] / "build" / "servers"
 _START_S = 30.0
 _ACCOUNT = "devstoreaccount1"

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-__all__ = ["make_environment", "run_in"]
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PACKAGE = "ckpt-inprocess"
 _HARNESS = ("hypothesis", "pytest", "pytest-timeout")

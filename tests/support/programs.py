@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["end_after", "run_program", "use_environment"]
-
 
 def use_environment(environment: Mapping[str, str]) -> None:
     """Begin a process of its own, in a session of its own, with exactly these variables."""

@@ -6,8 +6,6 @@ from typing import Any
 
 import ckpt
 
-__all__ = ["save_here"]
-
 
 def save_here(checkpointer: ckpt.Checkpointer, state: Any, step: int, **options: Any) -> None:
     """Save as `Checkpointer.save` does, entirely in this thread.

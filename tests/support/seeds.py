@@ -9,8 +9,6 @@ import hypothesis
 
 from tests.support.selection import FULL
 
-__all__ = ["random_bytes", "seed_of", "use_hypothesis_profile"]
-
 _FIXED = 20_250_117
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from tests.support.ranks import free_port
 
-__all__ = ["SftpServer", "missing_sshd"]
-
 _START_S = 30.0
 _CONFIG = """
 ListenAddress 127.0.0.1:{port}

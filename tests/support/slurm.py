@@ -13,8 +13,6 @@ from pathlib import Path
 
 from tests.support.ranks import free_port
 
-__all__ = ["Slurm", "missing_for_slurm", "run_slurm"]
-
 _START_S = 30.0
 
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-__all__ = ["KINDS", "main"]
-
 
 @dataclass(frozen=True)
 class Kind:

@@ -19,8 +19,6 @@ from ckpt.planning.exchange import Exchange
 from ckpt.ranks.collectives import moved_bytes
 from ckpt.ranks.group import Group
 
-__all__ = ["STATES", "measure_agreement"]
-
 _SHARED = 2000  # tensors that each rank has, beside its experts
 
 

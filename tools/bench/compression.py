@@ -28,8 +28,6 @@ from tools.bench.harness import (
 )
 from tools.bench.workload import PARTS, State, size_of, tensors
 
-__all__ = ["add_options", "run"]
-
 _OPTIONS: dict[str, Compression | None] = {
     "none": None,
     "zstd": Compression("zstd"),

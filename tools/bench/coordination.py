@@ -24,8 +24,6 @@ from tools.bench.harness import Row, at_least, megabytes, print_table, write_jso
 from tools.bench.processes import REPOSITORY, cpu_seconds
 from tools.bench.simulated_ranks import Command, encode_command
 
-__all__ = ["add_options", "run"]
-
 _RANKS_OF_A_PROCESS = 256  # more threads in a process mostly wait for the interpreter lock
 _CONNECTIONS_OF_A_RANK = 2
 _HEARTBEAT_S, _HEARTBEAT_TIMEOUT_S = 1.0, 30.0

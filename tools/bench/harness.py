@@ -20,28 +20,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "UNBOUNDED_FAULTS",
-    "Row",
-    "add_disk_option",
-    "add_size_options",
-    "at_least",
-    "environment",
-    "kilobytes",
-    "megabytes",
-    "milliseconds",
-    "percent",
-    "percentile",
-    "positive",
-    "print_report",
-    "print_table",
-    "publish",
-    "replace_between_markers",
-    "rounds",
-    "temporary_folder",
-    "write_json",
-]
-
 UNBOUNDED_FAULTS: Mapping[str, Any] = MappingProxyType(
     {"max_same_faults": None, "max_faults_per_hour": None, "max_backoff": timedelta(0)}
 )

@@ -14,16 +14,6 @@ import torch
 
 from ckpt.native import crc32c
 
-__all__ = [
-    "BusLimit",
-    "CopyLimit",
-    "DiskLimit",
-    "ReadLimit",
-    "cached_share",
-    "crc_seconds",
-    "drop_cache",
-]
-
 _BLOCK_BYTES = 8 << 20
 _READ_BLOCK_BYTES = 4 << 20
 _SOURCE_BYTES = 256 << 20

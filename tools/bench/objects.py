@@ -29,8 +29,6 @@ from tools.bench.limits import CopyLimit
 from tools.bench.processes import free_port
 from tools.bench.workload import make_state, size_of, tensors
 
-__all__ = ["add_options", "run"]
-
 _OBJECT_BYTES = 64 << 20
 _THREADS = 8  # as many as a writer has
 _POLL_S = 0.001

@@ -21,8 +21,6 @@ from ckpt.restart import CheckpointAbort, CheckpointFinalize
 from tools.bench.goodput.pace import PacedJob, table
 from tools.bench.harness import Row, at_least, percent, positive, print_report, temporary_folder, write_json
 
-__all__ = ["add_options", "lost_in_a_job", "run"]
-
 _STEP_S = 0.01
 _SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the interval of Young
 _AT_MOST = 1.05  # of what the best fixed interval loses

@@ -20,21 +20,6 @@ from typing import Any, NoReturn
 
 import psutil
 
-__all__ = [
-    "REPOSITORY",
-    "Memory",
-    "Note",
-    "Notes",
-    "children_of",
-    "cpu_seconds",
-    "free_port",
-    "killing_after",
-    "measure_memory",
-    "proportional_bytes",
-    "rank_environment",
-    "run_forked",
-]
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

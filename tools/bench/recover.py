@@ -38,8 +38,6 @@ from tools.bench.harness import (
 )
 from tools.bench.processes import free_port, killing_after, rank_environment
 
-__all__ = ["SITUATIONS", "add_options", "run"]
-
 _RELAUNCH, _RAISED, _KILLED = "relaunch", "raised", "killed"
 SITUATIONS = {
     "bare": "restart without checkpoints",

@@ -27,8 +27,6 @@ from tools.bench.harness import UNBOUNDED_FAULTS
 from tools.bench.limits import CopyLimit
 from tools.bench.workload import make_state, tensors
 
-__all__ = ["main"]
-
 _VICTIM = 1
 _STEPS = 5  # before a fault; each slot was written once then
 _POLL_S = 0.002

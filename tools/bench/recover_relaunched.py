@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save  # noqa: E4
 
 from tools.bench.workload import State, make_state  # noqa: E402
 
-__all__ = ["main"]
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.recover_relaunched")

@@ -27,8 +27,6 @@ from tools.bench.harness import UNBOUNDED_FAULTS
 from tools.bench.limits import CopyLimit, drop_cache
 from tools.bench.workload import make_state, tensors
 
-__all__ = ["FailingRank"]
-
 _END = "end"
 _LONG = timedelta(minutes=10)
 

@@ -33,8 +33,6 @@ from tools.bench.harness import (
 from tools.bench.processes import Note, Notes, cpu_seconds, run_forked
 from tools.bench.workload import StepLoop, make_state, size_of, tensors
 
-__all__ = ["add_options", "run"]
-
 _RANKS = 2
 _STEP_S = 0.1
 _STEPS = 8  # in a turn

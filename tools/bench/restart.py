@@ -37,8 +37,6 @@ from tools.bench.harness import (
 from tools.bench.processes import Note, Notes, children_of, cpu_seconds, run_forked
 from tools.bench.restart_burdens import BURDENS, Burden
 
-__all__ = ["FAULTS", "add_options", "run"]
-
 FAULTS = ("exception", "kill -9", "SystemExit", "hang")
 
 _SETTLE_S = 0.02  # the others are in their collective by then

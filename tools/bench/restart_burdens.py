@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["BURDENS", "Burden"]
-
 _OBJECTS = 1_000_000  # lists of one number: 100 MB
 _LAYERS = 200
 

@@ -31,8 +31,6 @@ from tools.bench.processes import measure_memory
 from tools.bench.unchanged import UnchangedSaves, measure_unchanged
 from tools.bench.workload import StepLoop, make_state, size_of, tensors
 
-__all__ = ["add_options", "run"]
-
 _POLL_S = 0.001
 _STEP_S = 0.05
 _WINDOW_STEPS = 10

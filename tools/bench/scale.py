@@ -63,8 +63,6 @@ from tools.bench.harness import (
     write_json,
 )
 
-__all__ = ["BYTES", "TARGETS", "Figures", "add_options", "measure_commit", "measure_planning", "run", "simulate_save"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

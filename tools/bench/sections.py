@@ -36,8 +36,6 @@ from tools.bench.harness import (
 )
 from tools.bench.processes import cpu_seconds
 
-__all__ = ["add_options", "run"]
-
 _TURNS = 9
 _EVENTS_PER_S = 100  # of a busy rank
 _LIMIT_S = 0.5  # of the section that hangs

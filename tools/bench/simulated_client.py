@@ -15,8 +15,6 @@ from inprocess.coordination.wire import Access, Frame, FrameReader, Op, encode
 from inprocess.exception import StaleViewError, StoreError, StoreTimeoutError
 from inprocess.ipc.proofs import fresh_nonce
 
-__all__ = ["SimulatedClient"]
-
 _RECEIVE = 1 << 16
 _CONNECT_S = 300.0
 

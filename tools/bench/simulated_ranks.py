@@ -23,8 +23,6 @@ from inprocess.monitor_process.sibling import SiblingMonitor
 from inprocess.repetition import SECONDS
 from tools.bench.simulated_client import SimulatedClient
 
-__all__ = ["Command", "SimulatedRank"]
-
 _LONG_S = 600.0
 _NEVER_S = 1e6
 _STACK_BYTES = 256 << 10

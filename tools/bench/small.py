@@ -25,8 +25,6 @@ from tools.bench.harness import (
 )
 from tools.bench.workload import make_many_small, make_one_large
 
-__all__ = ["add_options", "run"]
-
 _CACHE_BYTES = 100_000_000  # more than a processor has
 _WIDTH = 1024  # elements of a small tensor, in float32
 _TARGET = 2.0

@@ -37,8 +37,6 @@ from tools.bench.limits import CopyLimit
 from tools.bench.processes import Note, Notes, run_forked
 from tools.bench.workload import State, StepLoop, make_state, tensors
 
-__all__ = ["add_options", "run"]
-
 _WORLDS = (1, 2)
 _STEP_S = 0.1
 _STEPS = 3  # of each kind in a turn

@@ -29,8 +29,6 @@ from tools.bench.harness import (
 )
 from tools.bench.processes import REPOSITORY
 
-__all__ = ["add_options", "run"]
-
 _WORLDS = (1, 2)
 _TARGET = 1.03
 _TIMEOUT_S = 300.0

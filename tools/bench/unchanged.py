@@ -12,8 +12,6 @@ from ckpt import Checkpointer, Staging, observe
 from ckpt.events import Event, SavePublished
 from tools.bench.workload import size_of, tensors
 
-__all__ = ["UnchangedSaves", "measure_unchanged"]
-
 _ADAPTERS = 3 * 2 * 77  # two for each matrix, with their moments
 _TRAINED = 0.01
 _PAGE_BYTES = 4096

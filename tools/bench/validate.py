@@ -25,8 +25,6 @@ from tools.bench.limits import ReadLimit, drop_cache
 from tools.bench.processes import REPOSITORY
 from tools.bench.workload import make_state
 
-__all__ = ["COMMANDS", "add_options", "run"]
-
 _TARGET = 0.8
 _JOBS = 8  # what `validate` does unless told otherwise
 _TENSORS_OF_STATE = 404

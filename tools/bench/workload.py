@@ -9,18 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-__all__ = [
-    "PARTS",
-    "State",
-    "StepLoop",
-    "make_many_small",
-    "make_one_large",
-    "make_shapes",
-    "make_state",
-    "size_of",
-    "tensors",
-]
-
 State = dict[str, dict[str, torch.Tensor]]
 """Named tensors of each part of the state."""
 

@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 from examples import train_lm
 
-__all__ = ["Fault", "InjectedError"]
-
 VICTIM = 1
 
 

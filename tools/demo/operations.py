@@ -29,8 +29,6 @@ import ckpt
 from tools.bench.processes import free_port
 from tools.demo.run import DemoError, Settings, TrainingRun
 
-__all__ = ["main", "run"]
-
 OUT = Path("demo-out") / "operations"
 RULES = Path(__file__).resolve().parents[2] / "docs" / "operations" / "alerts.yml"
 STEPS, SAVE_EVERY = 60, 4

@@ -23,17 +23,6 @@ import ckpt
 from tools.demo.run import DemoError, TrainingRun
 from tools.inspect_ckpt.goodput import goodput, read_events
 
-__all__ = [
-    "EVENTS",
-    "Recovery",
-    "draw_loss",
-    "goodput_table",
-    "loss_segments",
-    "read_recoveries",
-    "recovery_table",
-    "summary_table",
-]
-
 EVENTS = "saves.jsonl"
 """The events of `ckpt.observe` in the folder of the run with faults."""
 

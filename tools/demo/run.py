@@ -18,8 +18,6 @@ import psutil
 
 from ckpt.storage.roots import open_root
 
-__all__ = ["DemoError", "Settings", "TrainingRun"]
-
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_lm.py"
 _MARKER = "DEMO_RUN_ID"
 _POLL_S = 0.005

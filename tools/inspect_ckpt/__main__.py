@@ -36,8 +36,6 @@ from . import (
 from .completion import SHELLS, completion_script
 from .output import CannotReadError, Exit, NotPublishedError, Output, one_line
 
-__all__ = ["main"]
-
 
 class Command(Protocol):
     """The interface of a command: a module that is named like it."""

@@ -14,8 +14,6 @@ from statistics import median
 from .output import duration
 from .page import Markup, text
 
-__all__ = ["Lane", "Mark", "Node", "lineage", "over_time", "ranks"]
-
 _WIDTH, _LEFT, _RIGHT = 1000, 96, 16
 _MOST_BARS = 256
 _MANY = 500

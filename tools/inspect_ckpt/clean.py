@@ -19,8 +19,6 @@ from ckpt.storage.step_source import LocalStep, StepSource
 from .output import Exit, Output, duration, plural, size
 from .root import UnpublishedSave, abandoned_saves, any_root, confirmed, owned, pending_saves
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "remove abandoned and stale pending saves, and files kept for a next save; never a published step"
 
 _STALE_AFTER_MIN = 10.0

@@ -6,8 +6,6 @@ import argparse
 
 from .output import CannotReadError
 
-__all__ = ["SHELLS", "completion_script"]
-
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 _PLACES = {"ROOT", "PATH", "PATH_OR_ROOT", "A", "B", "FROM", "TO", "TARGET", "DIR"}

@@ -28,8 +28,6 @@ from .output import CannotReadError, Exit, Output, byte_counter, duration, plura
 from .root import owned, root_of
 from .step import Step, block_boxes, open_step, step_path
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "make a step out of torch.distributed.checkpoint, torch.save, safetensors, Orbax or Zarr"
 
 _STEPS = 10**18

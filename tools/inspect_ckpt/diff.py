@@ -17,8 +17,6 @@ from .numbers import as_numbers
 from .output import Exit, Output, count, plural, short_repr
 from .step import Step, at_step, block_boxes, open_step
 
-__all__ = ["HELP", "Change", "Tolerance", "add_arguments", "changed_tensors", "run"]
-
 HELP = "compare two steps, bit by bit or with a tolerance"
 
 Array = np.ndarray[Any, np.dtype[Any]]

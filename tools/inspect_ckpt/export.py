@@ -13,8 +13,6 @@ from ckpt.storage.roots import is_object_url
 from .output import Exit, Output, duration, first_few, plural, size
 from .step import add_step, at_step, step_number, step_path
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "write a step as safetensors, for transformers, torch.load, or torch.distributed.checkpoint"
 
 _SHARD_SIZE = "5GB"

@@ -24,8 +24,6 @@ from .step import PartTimes, SaveTimes, held, open_step, part_times, summary_of
 from .timeline import save_times
 from .validate import problem_line
 
-__all__ = ["Findings", "Health", "Limits", "SavedStep", "find"]
-
 _MOST_RANKS, _MOST_RANKS_OF_OLD = 8192, 64
 _READ_UNASKED = 4 << 30  # bytes
 _CHECKED = 3  # newest steps, at least by their metadata

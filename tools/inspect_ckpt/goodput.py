@@ -36,8 +36,6 @@ from typing import Any
 
 from .output import CannotReadError, duration
 
-__all__ = ["KINDS", "PAUSES", "WORDS", "Event", "Events", "Goodput", "Span", "goodput", "read_events"]
-
 Event = Mapping[str, Any]
 
 PAUSES = ("requeued", "not_running")

@@ -18,8 +18,6 @@ from .output import CannotReadError, Exit, Output, size
 from .step import add_step, at_step, open_step
 from .validate import problem_line
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "make a step a database of tensorstore, for a step with more chunks than a save makes one of"
 
 

@@ -30,8 +30,6 @@ from ckpt.storage.step_source import LocalStep, StepSource
 from .root import why_abandoned
 from .step import evenly, part_times, summary_of
 
-__all__ = ["AbandonedSave", "Owner", "PendingProgress", "RankProgress", "RootWatch", "Snapshot", "StepLine"]
-
 _NEWEST_STEPS, _NEWEST_ABANDONED, _SLOWEST = 8, 3, 8
 _MOST_STATS = 1000
 _MOST_PARTS = 16  # whose times are read of each step

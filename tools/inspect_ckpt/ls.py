@@ -28,8 +28,6 @@ from .root import (
 from .step import overview_of, part_times
 from .validate import problem_line
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "list the steps of a root with their metrics, and which one a restart would choose"
 
 _METRICS = 4  # of each step that are shown

@@ -25,8 +25,6 @@ from ckpt.storage.names import parse_save_name
 
 from .output import Exit, Output, duration, plural, size
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "show which processes of this user hold checkpoint memory on this node, and which steps"
 
 _KINDS = MappingProxyType(

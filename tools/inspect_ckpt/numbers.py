@@ -9,8 +9,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Histogram", "Statistics", "TensorStats", "as_numbers"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _RAW_AS = {

@@ -18,24 +18,6 @@ from typing import Any
 
 from ckpt import progress
 
-__all__ = [
-    "CannotReadError",
-    "Exit",
-    "Frame",
-    "Meter",
-    "NotPublishedError",
-    "Output",
-    "byte_counter",
-    "count",
-    "duration",
-    "first_few",
-    "one_line",
-    "plural",
-    "short_repr",
-    "size",
-]
-
-
 _MAX_PRINTED_BITS = 14_000  # of an integer in decimal; Python refuses somewhat more
 
 

@@ -12,8 +12,6 @@ from typing import NewType
 
 from .output import one_line
 
-__all__ = ["Markup", "bar", "details", "join", "legend", "page", "pill", "section", "table", "text", "tiles"]
-
 Markup = NewType("Markup", str)
 
 _STYLE = """

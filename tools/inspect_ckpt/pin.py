@@ -7,8 +7,6 @@ import argparse
 from .output import CannotReadError, Exit, Output
 from .root import any_root
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "keep published steps: neither the job nor `rm` removes them until `unpin`"
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .numbers import TensorStats
     from .step import SaveTimes
 
-__all__ = ["plot_histograms", "plot_timeline"]
 
 _MOST_SAVES = 40
 _MOST_HISTOGRAMS = 12

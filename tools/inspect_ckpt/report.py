@@ -13,8 +13,6 @@ from .restarts import restarts_of, summary
 from .root import any_root
 from .sections import report_page
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "write a page about a root: saves over time, slow ranks, changes, health, branches, goodput"
 
 _MOST_RESTARTS = 10

@@ -11,8 +11,6 @@ from typing import Any
 from .goodput import Event
 from .output import plural
 
-__all__ = ["Restart", "of_lowest_rank", "restarts_of", "summary"]
-
 
 @dataclass(frozen=True)
 class Restart:

@@ -9,8 +9,6 @@ from ckpt.storage.interface import MovedStep, Root
 from .output import CannotReadError, Exit, Output
 from .root import any_root, branch_of, find_moved_step, owned
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = (
     "publish a superseded step again, with those it continues; newer steps of the current branch are superseded instead"
 )

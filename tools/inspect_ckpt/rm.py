@@ -12,8 +12,6 @@ from ckpt.validation import validate
 from .output import CannotReadError, Exit, Output, plural, size
 from .root import any_root, confirmed, find_moved_step, owned, steps_of
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "remove steps: published ones by their number, superseded and damaged ones by the name that `ls --all` shows"
 
 

@@ -32,25 +32,6 @@ from ckpt.storage.step_source import StepSource
 
 from .output import CannotReadError, Output, duration, plural
 
-__all__ = [
-    "UnpublishedSave",
-    "abandoned_saves",
-    "any_root",
-    "branch_of",
-    "check_directory",
-    "check_root",
-    "confirmed",
-    "find_moved_step",
-    "looks_like_step",
-    "origin_of",
-    "owned",
-    "pending_saves",
-    "refuse_other_format",
-    "root_of",
-    "steps_of",
-    "why_abandoned",
-]
-
 
 def root_of(path: str) -> CheckpointRoot:
     """Return the checkpoint root in a directory. CannotReadError if it is not one, with a hint if it is a step."""

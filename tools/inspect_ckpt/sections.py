@@ -18,8 +18,6 @@ from .page import Markup, bar, details, join, legend, page, pill, section, table
 from .restarts import Restart, of_lowest_rank, restarts_of, summary
 from .root import origin_of
 
-__all__ = ["report_page"]
-
 _SHOWN = 12
 _MOST_NODES = 100
 _MOST_RESTARTS = 200

@@ -23,8 +23,6 @@ from .output import CannotReadError, Exit, Output, count, plural, short_repr, si
 from .step import Step, add_step, at_step, open_step
 from .validate import problem_line
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "list the tensors, values and aliases of a step, or of a checkpoint of another format"
 
 

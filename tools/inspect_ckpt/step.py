@@ -32,26 +32,6 @@ from ckpt.validation import read_document
 from .output import CannotReadError, NotPublishedError
 from .root import any_root, check_directory, check_root, looks_like_step, refuse_other_format, steps_of
 
-__all__ = [
-    "PartTimes",
-    "SaveTimes",
-    "Step",
-    "add_step",
-    "at_step",
-    "block_boxes",
-    "evenly",
-    "held",
-    "held_objects",
-    "number_of_step",
-    "open_step",
-    "overview_of",
-    "part_times",
-    "protected",
-    "step_number",
-    "step_path",
-    "summary_of",
-]
-
 _BLOCK_BYTES = 16 << 20
 _MAX_SECONDS = 1e10
 _TIMES = ("begin", "wait_s", "stage_s", "stall_s", "write_begin", "write_s", "sync_s")

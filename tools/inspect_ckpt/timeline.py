@@ -14,8 +14,6 @@ from .output import Exit, Output, duration, size
 from .root import any_root, steps_of
 from .step import PartTimes, SaveTimes, part_times, summary_of
 
-__all__ = ["HELP", "add_arguments", "run", "save_times"]
-
 HELP = "show how long each save made training wait, and how long it took to write"
 
 _COMMIT_NOTE = (

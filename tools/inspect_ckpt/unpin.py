@@ -7,8 +7,6 @@ import argparse
 from .output import CannotReadError, Exit, Output, first_few, plural
 from .root import any_root, confirmed
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "let the job remove pinned steps again, as its policy says"
 
 

@@ -23,8 +23,6 @@ from .output import CannotReadError, Exit, Output, duration, plural, size
 from .root import steps_of
 from .step import add_step, at_step, held_objects, protected, step_path
 
-__all__ = ["HELP", "add_arguments", "problem_line", "run"]
-
 HELP = "check that a step, or every step of a root, is whole"
 
 _SHOWN = 20

@@ -10,8 +10,6 @@ from dataclasses import asdict
 from .live import Owner, PendingProgress, RootWatch, Snapshot, StepLine
 from .output import CannotReadError, Exit, Frame, Output, count, duration, plural, size
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "show published steps, saves in flight, failures, space and owner of a root, again and again"
 
 _LOOK_SHARE = 10  # between two looks, the time of so many of them passes

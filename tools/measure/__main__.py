@@ -22,8 +22,6 @@ from typing import Any
 from tools.measure import sources
 from tools.measure.sources import Module
 
-__all__ = ["Figure", "figures", "main", "processes", "traces"]
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 _TRACE_LIMIT_S = 120
 

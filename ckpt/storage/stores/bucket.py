@@ -22,8 +22,6 @@ from typing import Any, NoReturn, TypeVar
 from ckpt.errors import StorageError
 from ckpt.storage.stores.interface import About, StorageOptions, Store, StoreClock
 
-__all__ = ["BucketStore", "open_bucket"]
-
 _Answer = TypeVar("_Answer")
 
 _BRIEF_S = 2.0  # how long a request is repeated after others have failed

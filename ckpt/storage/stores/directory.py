@@ -29,8 +29,6 @@ from ckpt.storage.files import fsync_open, is_directory, storage_errors
 from ckpt.storage.regular_files import DamagedFileError, MissingFileError, open_regular
 from ckpt.storage.stores.interface import About, Store, is_key
 
-__all__ = ["DirectoryStore"]
-
 _INCOMPLETE = ".incomplete"
 _INCOMPLETE_S = 3600.0  # older files there are of processes that have ended, or fail when they are given their names
 _SWEEP_S = 600.0

@@ -36,9 +36,6 @@ from typing import Any
 
 from ckpt.errors import StorageError
 
-__all__ = ["About", "StorageOptions", "Store", "StoreClock", "check_create", "is_denied", "is_key"]
-
-
 _PREFIXES = ("AWS_", "GOOGLE_", "AZURE_")
 
 

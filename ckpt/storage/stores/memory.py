@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from ckpt.errors import StorageError
 from ckpt.storage.stores.interface import About, Store, is_key
 
-__all__ = ["MemoryStore"]
-
 
 class MemoryStore(Store):
     """Objects in a dict. It ends with the process. See `Store`."""

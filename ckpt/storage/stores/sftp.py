@@ -26,8 +26,6 @@ from typing import Any, TypeVar
 from ckpt.errors import StorageError
 from ckpt.storage.stores.interface import About, StorageOptions, Store, StoreClock, is_key
 
-__all__ = ["SftpStore", "open_sftp"]
-
 _Answer = TypeVar("_Answer")
 
 _OPTIONS = ("username", "password", "private_key", "known_hosts")

@@ -38,8 +38,6 @@ from inprocess.fault_tolerance.launcher.workers import (
 from inprocess.ipc.process_one import reap_adopted
 from inprocess.joining import JOIN, JOINED_FILE
 
-__all__ = ["LauncherAgent"]
-
 _log = logging.getLogger(__name__)
 _LEAVE_TIMEOUT_S = 10.0
 _PRELOAD_DELAY_S = 30.0  # the workers of this cycle are starting, and come first

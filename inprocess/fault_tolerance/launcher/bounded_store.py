@@ -24,8 +24,6 @@ from torch.distributed import DistNetworkError, DistStoreError, Store  # type: i
 from inprocess.bounded_waits import BoundedCall
 from inprocess.exception import TimeoutError
 
-__all__ = ["BoundedStore", "interruptible"]
-
 _SLICE_S = 0.25
 _SIGNAL_GRACE_S = 1.0
 _POLL_S = 0.03

@@ -33,8 +33,6 @@ from inprocess.fault_tolerance.launcher.preloading import PreloadedWorkers
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds, StaticRounds
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 
-__all__ = ["run"]
-
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 600.0
 _ALIVE_INTERVAL_S = 5.0

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-__all__ = ["CountWatch"]
-
 _Key = TypeVar("_Key")
 
 

@@ -18,8 +18,6 @@ from inprocess.fault_tolerance.launcher.preloading import PreloadedWorkers
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds
 from inprocess.fault_tolerance.progress_tracker import TrainingProgressTracker
 
-__all__ = ["CycleEnd", "LauncherResources", "decide"]
-
 
 @dataclass(frozen=True)
 class LauncherResources:

@@ -23,8 +23,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from inprocess.ipc.wakeup import Wakeup
 
-__all__ = ["CycleLogs"]
-
 _log = logging.getLogger(__name__)
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16

@@ -47,8 +47,6 @@ from inprocess.fault_tolerance.launcher.meeting import Meeting
 from inprocess.fault_tolerance.launcher.node_choice import LauncherNode, choose_nodes
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import MEETING_PREFIX, Rounds
 
-__all__ = ["DynamicRounds", "RoundRules", "RoundState", "this_node"]
-
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _SPARES_NOTICE_S = 2.5

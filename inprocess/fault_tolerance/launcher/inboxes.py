@@ -17,8 +17,6 @@ from inprocess.ipc import unix_sockets
 from inprocess.ipc.wakeup import Wakeup
 from inprocess.monitor_process.messages import RankInfo
 
-__all__ = ["ControlInbox", "Interrupted", "SignalInbox"]
-
 _log = logging.getLogger(__name__)
 
 

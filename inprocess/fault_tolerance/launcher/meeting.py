@@ -23,8 +23,6 @@ from typing import Any
 
 from inprocess.fault_tolerance.launcher.node_table import NodeTable
 
-__all__ = ["LauncherExit", "Meeting", "MeetingError", "StoreLost"]
-
 _POLL_S = 0.05
 _AGREE_TIMEOUT_S = 60.0
 

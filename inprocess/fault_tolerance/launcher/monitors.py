@@ -15,8 +15,6 @@ from inprocess.ipc import unix_sockets
 from inprocess.ipc.packets import PacketError
 from inprocess.monitor_process.start import MonitorControl, MonitorHandle
 
-__all__ = ["RankMonitors"]
-
 _log = logging.getLogger(__name__)
 _FAULTS = (OSError, EOFError, PacketError)
 

@@ -29,8 +29,6 @@ from inprocess.node_health.node_probe import NodeProbe
 from inprocess.node_health.outside_checks import socket_path_of
 from inprocess.restart_events import RestartEvents
 
-__all__ = ["NodeAdmission", "check_settings"]
-
 _log = logging.getLogger(__name__)
 _OTHERS_INTERVAL_S = 1.0
 _PUBLISH_S = 10.0

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["LauncherNode", "choose_nodes"]
-
 
 @dataclass(frozen=True)
 class LauncherNode:

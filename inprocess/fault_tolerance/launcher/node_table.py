@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["NodeTable", "WorkersOfNode"]
-
 
 @dataclass(frozen=True)
 class WorkersOfNode:

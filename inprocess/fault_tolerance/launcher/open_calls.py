@@ -8,8 +8,6 @@ from contextlib import suppress
 from inprocess.ipc import unix_sockets
 from inprocess.ipc.open_call import OPEN_CALL_FILE
 
-__all__ = ["OpenCalls"]
-
 
 class OpenCalls:
     """The files of `count` workers in which a call may be open, by local rank; see `ipc.open_call`. OSError."""

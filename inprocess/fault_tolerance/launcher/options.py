@@ -17,8 +17,6 @@ from inprocess.fault_tolerance.launcher.node_admission import check_settings
 from inprocess.hardware import open_gpu
 from inprocess.settings import LAUNCHER_VARIABLES, RejoinPolicy
 
-__all__ = ["LauncherOptions", "parse"]
-
 _DESCRIPTION = (
     "Starts training like torchrun, with a monitor process beside each worker that ends it when a section takes too "
     "long, and restarts that all nodes agree on. With --nnodes=MIN:MAX exactly MIN nodes train, the others are hot "

@@ -25,8 +25,6 @@ from inprocess.fault_tolerance.launcher.workers import wait_readable
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.process import end_process
 
-__all__ = ["GpuMemory", "end_orphans", "log_survivors"]
-
 _log = logging.getLogger(__name__)
 _GRACE_S = 1.0
 _KILL_S = 10.0

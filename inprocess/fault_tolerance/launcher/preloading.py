@@ -30,8 +30,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.process import end_process
 
-__all__ = ["PreloadedWorkers"]
-
 _log = logging.getLogger(__name__)
 _PROGRAM = str(Path(__file__).with_name("preloaded_worker.py"))
 _DEFAULTS_OF_TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

@@ -25,8 +25,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from inprocess.fault_tolerance.launcher.bounded_store import BoundedStore, interruptible
 from inprocess.fault_tolerance.launcher.meeting import Meeting, StoreLost
 
-__all__ = ["MEETING_PREFIX", "Rounds", "StaticRounds"]
-
 MEETING_PREFIX = "inprocess.fault_tolerance"
 _POLL_S = 0.1
 

@@ -28,8 +28,6 @@ from inprocess.fault_tolerance.launcher.meeting import Meeting
 from inprocess.fault_tolerance.launcher.orphans import end_orphans
 from inprocess.fault_tolerance.launcher.workers import WorkerProcesses, describe_failures, failures_of, log_cause
 
-__all__ = ["Survivors"]
-
 _log = logging.getLogger(__name__)
 _ALIVE_INTERVAL_S = 1.0
 

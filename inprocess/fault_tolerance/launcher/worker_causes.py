@@ -13,8 +13,6 @@ from inprocess.attribution import Cause
 from inprocess.fault_classes import ADVICE, Symptoms, class_of
 from inprocess.process_end import KernelEvidence, describe_code
 
-__all__ = ["cause_of_failures"]
-
 _MESSAGE_CHARS = 300
 _ASKED_TO_END = ("SIGTERM", "SIGINT")  # also by the launcher, when another worker has failed
 

@@ -19,16 +19,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from inprocess.fault_tolerance.launcher.worker_causes import cause_of_failures
 from inprocess.process_end import KernelEvidence
 
-__all__ = [
-    "WorkerProcesses",
-    "describe_failures",
-    "failures_of",
-    "log_cause",
-    "set_aside_torn_records",
-    "start_worker",
-    "wait_readable",
-]
-
 _log = logging.getLogger(__name__)
 _KILL_WAIT_S = 30.0
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["Actor", "Violation", "explore", "follow"]
-
 Acts = Iterable[tuple[str, Hashable, Hashable]]
 Actor = Callable[[Any, Any], Acts]
 

@@ -7,8 +7,6 @@ from training without faults, simulated in one process (`restart_training.simula
 import random
 from dataclasses import dataclass, replace
 
-__all__ = ["Fault", "Job", "jobs"]
-
 RAISING = ("exception", "hang")  # the rank stays
 KILLING = ("sigkill", "os-exit")
 # The trainer goes on; another fault ends the iteration. A stopped writer is killed by its trainer, which must live.

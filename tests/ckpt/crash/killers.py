@@ -18,8 +18,6 @@ from ckpt.saving.write import ShareWriter
 from ckpt.storage.commit import Abandoned, Published
 from ckpt.storage.pack_writers import FileJob, PackWriter, WrittenFile
 
-__all__ = ["KillingWriter", "Strike", "wait_until", "with_writer"]
-
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 40.0) -> None:
     deadline = time.monotonic() + timeout_s

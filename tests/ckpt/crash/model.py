@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Bug", "Model", "Violation", "explore"]
-
 
 class Bug(enum.Enum):
     """Deliberate mistakes."""

@@ -6,8 +6,6 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Bug", "Dir", "Life", "Place", "Root", "Save", "check", "check_without_crashes"]
-
 
 class Bug(enum.Enum):
     """Deliberate mistakes."""

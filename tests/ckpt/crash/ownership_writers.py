@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from tests.ckpt.crash.ownership_state import Bug, Dir, Life, Place, Root, Save
 
-__all__ = ["Job", "Writers"]
-
 
 class Job(NamedTuple):
     """A trainer and the writers of its ranks: what each does next, and what it remembers.

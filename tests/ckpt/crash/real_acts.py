@@ -21,8 +21,6 @@ from ckpt.storage.stores.directory import DirectoryStore
 from tests.ckpt.crash.steps_state import Kind
 from tests.ckpt.storage.syscalls import Call, Syscalls
 
-__all__ = ["Acts", "LOOKS"]
-
 TOKEN, READERS, PINS, INTENT = "looks at the token", "looks at the readers", "looks at the pins", "looks at the intent"
 LOOKS = (TOKEN, READERS, PINS, INTENT)
 """Acts that change nothing: the product may perform more of them than the model."""

@@ -44,8 +44,6 @@ from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from tests.ckpt.crash.fault_plan import IN_TRAINING, Fault, Job
 from tests.inprocess.restarting import UNBOUNDED
 
-__all__ = ["run", "simulate"]
-
 _SAVE_EVERY = 2
 _SHAPE = (64, 96)
 _TENSORS = 3

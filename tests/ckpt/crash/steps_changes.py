@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from tests.ckpt.crash.steps_state import Bug, Kind, Root
 
-__all__ = ["Changes", "Owner"]
-
 _FIRST = {
     "claim": "claims",
     "recover": "recovers",

@@ -28,8 +28,6 @@ from tests.ckpt.crash.exploration import Actor, explore
 from tests.ckpt.crash.steps_changes import Changes, Owner
 from tests.ckpt.crash.steps_state import Bug, Kind, Root, Save, check
 
-__all__ = ["Setup", "actors_of", "explore_steps"]
-
 
 class Setup(NamedTuple):
     """How large the model is, and with which mistakes.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-__all__ = ["Bug", "Kind", "Root", "Save", "check"]
-
 
 class Kind(enum.Enum):
     """The kind of storage that a root is in."""

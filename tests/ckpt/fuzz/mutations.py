@@ -18,8 +18,6 @@ from typing import Any
 from ckpt.native import crc32c
 from ckpt.storage.documents import canonical_json
 
-__all__ = ["mutate", "put", "without_checksum"]
-
 _PLACEHOLDER = "here goes what json cannot write"
 _STRANGE = (
     *(None, True, False, 0, 1, -1, 2, 3, 255, 256, 1 << 20, 1 << 31, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1, 10**30),

@@ -17,8 +17,6 @@ from numcodecs import Blosc
 from ckpt.storage.documents import canonical_json
 from tests.ckpt.interop import standalone_reader
 
-__all__ = ["contents"]
-
 Contents = tuple[dict[str, tuple[str, list[int], bytes]], dict[str, str]]
 """Tensors: dtype, shape, bytes; values: their form in JSON. By name; ``<name>@rank<r>`` belongs to one rank."""
 

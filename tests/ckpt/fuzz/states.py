@@ -15,8 +15,6 @@ from ckpt import Checkpointer, PerRank, Staging
 from tests.ckpt.interop import states
 from tests.support.saves import save_here
 
-__all__ = ["LAYOUTS", "every_type", "save_all", "state"]
-
 LAYOUTS: dict[str, dict[str, Any]] = {
     "small files": {"file_bytes": 2048},
     "one file": {},

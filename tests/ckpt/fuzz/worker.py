@@ -29,8 +29,6 @@ from ckpt.values.codec import encode_value
 from tests.ckpt.fuzz.mutations import mutate
 from tests.ckpt.fuzz.oracle import Contents, contents
 
-__all__ = ["main"]
-
 T = TypeVar("T")
 
 _DEADLINE_S = 40.0  # wall time, on a machine that may be busy

@@ -18,8 +18,6 @@ from ckpt.storage.zarr_entries import Hierarchy
 from ckpt.storage.zarr_names import references
 from tests.ckpt.storage.chunks import inner_chunk_array
 
-__all__ = ["WORLD_SIZE", "Layouts", "layouts", "write_step"]
-
 WORLD_SIZE = 520
 _EMPTY: dict[str, Any] = {"values": [], "aliases": [], "containers": []}
 

@@ -17,8 +17,6 @@ import torch
 from ckpt import Checkpointer, PerRank, Staging
 from tests.support import run_ranks
 
-__all__ = ["FIXTURES", "METRICS", "STEP", "VALUES", "own", "tensors"]
-
 FIXTURES = Path(__file__).parent / "fixtures" / "format_2"
 STEP = "step_00000007"
 VALUES = {"lr": 0.5, "betas": (0.9, 0.999)}

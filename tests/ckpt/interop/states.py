@@ -26,8 +26,6 @@ from ckpt.storage import dtypes
 from tests.support import layouts
 from tests.support.saves import save_here
 
-__all__ = ["DTYPES", "bytes_of", "many_dtypes", "save_layouts", "save_many_dtypes"]
-
 DTYPES = dtypes.names()
 
 _SHAPES: dict[str, tuple[int, ...]] = {"matrix": (37, 50), "cube": (3, 5, 41), "row": (1, 1301), "scalar": ()}

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["PACKAGES", "Make", "optimizers_of"]
-
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 """Makes the optimizer of a model."""
 

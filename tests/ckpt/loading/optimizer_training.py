@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["model_of", "same", "train"]
-
 _SECOND_ORDER = ("AdaHessian", "SophiaH")
 
 

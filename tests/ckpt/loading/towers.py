@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Tower"]
-
 
 class Tower(nn.Module):
     """A model with an encoder and a head."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-__all__ = ["fill"]
-
 
 def fill(disk: Path) -> Path:
     """Write a file until there is no room for one more byte."""

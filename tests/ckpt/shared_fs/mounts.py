@@ -10,8 +10,6 @@ import torch
 import ckpt
 from tests.ckpt.crash.killers import KillingWriter, wait_until, with_writer
 
-__all__ = ["Held", "Mounts", "held", "state_of", "value_of", "wait_for"]
-
 ELEMENTS = 300_000  # several files
 
 

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from tests.ckpt.storage.syscalls import Call
 
-__all__ = ["Change", "Recorder", "Tree", "crash", "materialise"]
-
 
 class Change(NamedTuple):
     """A change by one system call. `places` are the affected directories (by inode) and names."""

@@ -11,8 +11,6 @@ import pytest
 
 from ckpt.storage.regular_files import DamagedFileError
 
-__all__ = ["assert_refused"]
-
 
 def assert_refused(decompressed: Callable[[bytes, int], Any], good: bytes, wrong: bytes, nbytes: int) -> None:
     """Check that `wrong` is refused after the `good` frame of `nbytes` bytes was taken, without 64 MiB more memory."""

@@ -16,8 +16,6 @@ from ckpt.storage.root import CheckpointRoot
 from ckpt.storage.roots import note_seen
 from ckpt.validation import validate
 
-__all__ = ["SCENARIOS", "Scenario", "assert_whole", "opened", "save", "state_of"]
-
 
 def state_of(value: float) -> dict[str, Any]:
     """Return the state that is saved as step `value`."""

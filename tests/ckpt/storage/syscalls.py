@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["Call", "FailingLooks", "Syscalls"]
-
 _CALLS = ["fsync", "ftruncate", "link", "listdir", "lstat", "mkdir", "open", "pwrite", "rename", "rmdir", "scandir"]
 _CALLS += ["stat", "fstat", "unlink", "utime", "write"]
 _PACKAGES = ("ckpt.storage.", "ckpt.saving.")

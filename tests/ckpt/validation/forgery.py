@@ -9,8 +9,6 @@ from typing import Any
 from ckpt.native import crc32c
 from ckpt.storage.documents import decode_document, decode_root, encode_document, encode_root
 
-__all__ = ["array_of", "reseal_index", "reseal_part", "reseal_root"]
-
 
 def reseal_root(step: Path, change: Callable[[dict[str, Any]], None]) -> None:
     document = decode_root((step / "zarr.json").read_bytes(), "zarr.json")

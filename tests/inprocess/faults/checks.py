@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from tests.inprocess.faults.events import Event
 
-__all__ = ["check_guarantees", "check_numbering", "ranks_in"]
-
 _OF_AN_ITERATION = (
     "initialize",
     "health check",

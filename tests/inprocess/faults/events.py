@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Event", "Journal", "read_events", "wait_until"]
-
 _POLL_S = 0.003
 
 

@@ -22,8 +22,6 @@ from tests.inprocess.faults.events import Event, read_events, wait_until
 from tests.inprocess.faults.nursery import Nursery
 from tests.support import free_port
 
-__all__ = ["Job"]
-
 _MARKER = "FAULT_JOB_ID"
 _HOST = "127.0.0.1"
 

@@ -21,8 +21,6 @@ from tests.inprocess.faults.program import timeouts
 from tests.inprocess.faults.strike import Fault
 from tests.inprocess.restarting import UNBOUNDED
 
-__all__ = ["crowd", "endure", "orphan", "serve"]
-
 _PATIENT = {
     "soft_timeout": timedelta(seconds=25),
     "hard_timeout": timedelta(seconds=30),

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from tests.support.selection import FULL
 
-__all__ = ["CELLS", "WORLD_SIZE", "Cell", "Fate", "Kind", "Point", "cell_named", "selected"]
-
 WORLD_SIZE = 4
 _SEED = 20_240_229
 

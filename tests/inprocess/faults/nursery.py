@@ -27,8 +27,6 @@ from typing import Any, TextIO
 
 from tests.support.template import quick_python
 
-__all__ = ["Nursery"]
-
 _REPOSITORY = Path(__file__).resolve().parents[3]
 _PR_SET_PDEATHSIG = 1
 

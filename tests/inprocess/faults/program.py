@@ -22,8 +22,6 @@ from tests.inprocess.faults.matrix import FROM_OUTSIDE, WORLD_SIZE, Cell, Kind, 
 from tests.inprocess.faults.strike import Fault, strike
 from tests.inprocess.restarting import UNBOUNDED
 
-__all__ = ["BARRIER_TIMEOUT_S", "HARD_TIMEOUT_S", "HEARTBEAT_TIMEOUT_S", "SOFT_TIMEOUT_S", "run_cell", "timeouts"]
-
 SOFT_TIMEOUT_S = 2.0
 HARD_TIMEOUT_S = 3.5
 HEARTBEAT_TIMEOUT_S = 3.0

@@ -19,8 +19,6 @@ import tests.inprocess.faults.long_programs
 import tests.inprocess.faults.program  # noqa: F401 - here, they are imported before the first fork
 from tests.inprocess.faults.events import Journal
 
-__all__ = ["live", "redirect"]
-
 _SETTLE_S = 3.0
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tests.inprocess.faults.matrix import Kind
 
-__all__ = ["BaseFault", "Fault", "kill_monitor", "strike"]
-
 _FOREVER_S = 10_000
 EXIT_CODE = 7
 

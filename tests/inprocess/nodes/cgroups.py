@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["Group", "mount_point"]
-
 _TIMEOUT_S = 10.0
 _PAUSE_S = 0.005
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from tests.inprocess.nodes.job import Job
 from tests.inprocess.nodes.lab import Lab
 
-__all__ = ["Fault", "Kind"]
-
 
 class Kind(enum.Enum):
     """What is done to a node, or to a rank."""

@@ -16,8 +16,6 @@ from tests.inprocess.faults.nursery import Nursery
 from tests.inprocess.nodes.cgroups import Group
 from tests.inprocess.nodes.journal import Line, read_journals
 
-__all__ = ["Exit", "Job", "RankStart"]
-
 _POLL_S = 0.01
 _OUTPUT_CHARACTERS = 3000
 _FIRE = signal.SIGUSR1

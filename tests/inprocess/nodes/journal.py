@@ -12,8 +12,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Journal", "Line", "read_journals"]
-
 
 @dataclass(frozen=True)
 class Line:

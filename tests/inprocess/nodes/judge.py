@@ -28,8 +28,6 @@ from dataclasses import dataclass, field
 
 from tests.inprocess.nodes.journal import Line
 
-__all__ = ["Apart", "End", "Facts", "Limits", "Published", "Stopped", "Verdict", "Violation", "judge"]
-
 
 class Verdict(enum.Enum):
     """What can be wrong."""

@@ -32,8 +32,6 @@ from tests.inprocess.nodes.names import fresh_prefix, remove_stale
 from tests.inprocess.nodes.network import Network
 from tests.inprocess.nodes.rank import PLACE, Place
 
-__all__ = ["Lab", "why_not"]
-
 _MASTER_PORT = 29500
 _TOOLS = ("ip", "nft", "tc")
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"

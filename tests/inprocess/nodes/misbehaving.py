@@ -10,8 +10,6 @@ import time
 
 from tests.inprocess.nodes.journal import Journal
 
-__all__ = ["count", "split"]
-
 _STEP_S = 0.05
 _SILENT_S = 0.6
 _PORT = 6000

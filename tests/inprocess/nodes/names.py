@@ -15,8 +15,6 @@ from pathlib import Path
 
 from tests.inprocess.nodes import cgroups
 
-__all__ = ["NETNS_FOLDER", "fresh_prefix", "namespace_path", "remove_stale"]
-
 NETNS_FOLDER = Path("/run/netns")
 _NAME = re.compile(r"lab-(\d+)-(\d+)-\d+(-\w+)?")
 

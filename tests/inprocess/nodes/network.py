@@ -25,8 +25,6 @@ from typing import Self
 
 from tests.inprocess.nodes.names import namespace_path
 
-__all__ = ["Network", "run"]
-
 _COMMAND_TIMEOUT_S = 20.0
 _READY_S = 10.0
 _DELAY = Path(__file__).with_name("delay.py")

@@ -15,8 +15,6 @@ from tests.inprocess.nodes.judge import Apart, End, Facts, Limits, Published, St
 from tests.inprocess.nodes.lab import Lab
 from tests.inprocess.nodes.program import CHECKPOINTS, ETCD, Options
 
-__all__ = ["Report", "limits_of", "play", "read_published"]
-
 _START_S = 40.0  # ranks that are started at the same time import torch's distributed package one after the other
 _PAUSE_S = 0.01
 _OBSERVED_S = 1.5

@@ -25,8 +25,6 @@ from inprocess.store import EtcdStore
 from tests.inprocess.nodes.journal import Journal
 from tests.inprocess.restarting import UNBOUNDED
 
-__all__ = ["CHECKPOINTS", "ETCD", "PHASES", "Options", "train"]
-
 CHECKPOINTS = "checkpoints"
 ETCD = "LAB_ETCD"
 PHASES = ("abort", "finalize", "health check", "initialize")

@@ -22,8 +22,6 @@ import tests.inprocess.nodes.replicas_program  # noqa: F401
 from tests.inprocess.faults.rank import redirect
 from tests.inprocess.nodes.journal import Journal
 
-__all__ = ["PLACE", "Place", "live"]
-
 PLACE = "LAB_RANK_PLACE"  # a name by which ranks may differ: see `coordination.claims`
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000

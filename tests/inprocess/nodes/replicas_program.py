@@ -27,8 +27,6 @@ from inprocess.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from tests.inprocess.nodes.journal import Journal
 from tests.inprocess.nodes.program import Options
 
-__all__ = ["Began", "began", "train"]
-
 FLOATS = 50_000
 _STEP_S = 0.01  # the ranks are not to take all of the machine
 _PAUSE, _STOP = 1, 2

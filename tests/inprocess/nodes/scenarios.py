@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from tests.inprocess.nodes.faults import Fault, Kind
 from tests.inprocess.nodes.program import PHASES, Options
 
-__all__ = ["SCENARIOS", "Scenario"]
-
 _SHORT_S, _LONG_S, _VERY_LONG_S = 1.0, 6.0, 12.0  # a lost node is noticed after 1.5 heartbeat timeouts of 2 s
 _PAUSE_S = 1.0
 _WITH_CHECKPOINTS = Options(

@@ -10,8 +10,6 @@ from typing import Any
 from tests.inprocess.nodes.faults import Fault, Kind
 from tests.inprocess.nodes.program import PHASES, Options
 
-__all__ = ["Schedule", "schedule"]
-
 _SHAPES = ((2, 1), (2, 2), (3, 1), (3, 2))
 _LATEST_S = 2.0
 _SHORTEST_S, _LONGEST_S = 0.3, 6.0

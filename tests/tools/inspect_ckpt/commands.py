@@ -12,8 +12,6 @@ import pytest
 
 from tools.inspect_ckpt.__main__ import main
 
-__all__ = ["REPOSITORY", "Commands", "peak_growth"]
-
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 _MEASURE = """

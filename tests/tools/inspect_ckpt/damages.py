@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["KINDS", "Damage", "Tree", "applied", "damages"]
-
 Tree = Mapping[str, bytes]
 """Content of the files of a step, by relative path."""
 

@@ -7,8 +7,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Evil", "swapped_global"]
-
 
 class Evil:
     """Runs `touch FILE` when it is unpickled."""

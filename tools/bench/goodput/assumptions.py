@@ -7,8 +7,6 @@ from typing import Any
 
 from tools.bench.goodput.simulation import Kind
 
-__all__ = ["BASE", "SCENARIOS", "SLOW_STORAGE", "Assumptions", "Job", "rates", "rows"]
-
 _DAY_S = 86400.0
 _LLAMA = "A. Grattafiori et al., The Llama 3 Herd of Models (2024)"
 _LLAMA_DAYS = 16.384 * 54  # in 1,000 GPUs x days

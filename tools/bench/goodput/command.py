@@ -22,8 +22,6 @@ from tools.bench.harness import (
     write_json,
 )
 
-__all__ = ["BEGIN", "END", "add_options", "run"]
-
 BEGIN = "<!-- begin: goodput, written by python -m tools.bench -->"
 END = "<!-- end: goodput, written by python -m tools.bench -->"
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-__all__ = ["CopyCost", "Costs", "costs_from", "costs_of", "measure"]
-
 Document = Mapping[str, Any]
 
 

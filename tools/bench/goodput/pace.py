@@ -13,8 +13,6 @@ from statistics import fmean
 from ckpt.pace import Measured, Optimal
 from tools.bench.goodput.assumptions import BASE, SCENARIOS, Job, rates
 
-__all__ = ["SETTINGS", "PacedJob", "best_fixed", "lost"]
-
 _REMEMBERED = 8  # saves, as the job remembers them
 _SCATTER = 0.5  # a cost is up to so much more or less than the mean
 _PER_OCTAVE, _OCTAVES = 2, 2  # of the sweep, to both sides of Young's interval

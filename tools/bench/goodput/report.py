@@ -11,8 +11,6 @@ from tools.bench.goodput.costs import CopyCost, Costs
 from tools.bench.goodput.simulation import Outcome, System
 from tools.bench.goodput.systems import ASYNC, OURS, STORAGE
 
-__all__ = ["Cell", "details_title", "markdown", "plot"]
-
 _DAY_H, _DAY_S = 24, 86400.0
 _COLORS = {STORAGE: "#8d99ae", ASYNC: "#2a9d8f", OURS: "#d1495b"}
 _LOSSES = {

@@ -18,8 +18,6 @@ from itertools import accumulate, pairwise, product
 from operator import itemgetter
 from statistics import stdev
 
-__all__ = ["Downtime", "Kind", "Outcome", "System", "Tier", "estimate", "simulate", "with_best_intervals"]
-
 _BATCHES = 20  # of a simulation, for its standard error
 _PER_OCTAVE, _OCTAVES = 4, 6  # of the intervals that are tried
 

@@ -6,8 +6,6 @@ from tools.bench.goodput.assumptions import Assumptions, Job
 from tools.bench.goodput.costs import Costs
 from tools.bench.goodput.simulation import Downtime, Kind, System, Tier
 
-__all__ = ["ASYNC", "OURS", "STORAGE", "systems"]
-
 STORAGE = "storage only"
 ASYNC = "async saves, in-process restart"
 OURS = "snapshots in memory, replicas"

@@ -34,8 +34,6 @@ from tools.bench.systems.figures import Measured, Scenario, verdicts
 from tools.bench.systems.jobs import JobResult, JobSpec, run_job
 from tools.bench.systems.report import BEGIN, END, SHORT, markdown, plot
 
-__all__ = ["add_options", "run"]
-
 JOBS = ("saving", "small", "reshard", "scale")
 
 

@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from tools.bench.systems import Background, Place, sync_tree
 from tools.bench.workload import State
 
-__all__ = ["Dcp", "DcpProcess", "DcpThread"]
-
 _CACHES = (
     "_cached_save_plan",
     "_cached_final_save_plan",

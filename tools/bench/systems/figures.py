@@ -8,8 +8,6 @@ from tools.bench.scale import BYTES, TARGETS, Figures
 from tools.bench.systems import SYSTEMS
 from tools.bench.systems.jobs import JobResult, Turn
 
-__all__ = ["FIGURES", "OURS", "Figure", "Measured", "Scenario", "Verdict", "ratios_of", "values_of", "verdicts"]
-
 OURS = ("ckpt", "ckpt_reuse")
 _WRITER_BYTES = 100e6
 

@@ -22,8 +22,6 @@ import psutil
 
 from tools.bench.processes import REPOSITORY, free_port, proportional_bytes, rank_environment
 
-__all__ = ["JobError", "JobResult", "JobSpec", "MemoryRequest", "Turn", "run_job"]
-
 _COUNTING = REPOSITORY / "tools" / "bench" / "counting"
 _ANSWER = struct.Struct("<QQ")
 _PAUSE_S = 0.02

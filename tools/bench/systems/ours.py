@@ -6,8 +6,6 @@ from ckpt import Checkpointer
 from tools.bench.systems import Place
 from tools.bench.workload import State
 
-__all__ = ["Ours", "Reused"]
-
 
 class Ours:
     """A `Checkpointer` that saves, and another one that loads, without the staged memory of the first."""

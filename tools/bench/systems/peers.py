@@ -13,8 +13,6 @@ from tools.bench.systems import Background, Place, commit_directory, hidden_path
 from tools.bench.systems.state import local_state
 from tools.bench.workload import State
 
-__all__ = ["Orbax", "Safetensors", "TorchCheckpointing", "TorchSave", "Torchsnapshot"]
-
 
 class _OneFile:
     """One file: by rank 0 of what all ranks have, or by each rank of its shards. Training waits.

@@ -29,8 +29,6 @@ from tools.bench.systems.state import local_tensors, replicated_state, sharded_s
 from tools.bench.systems.turns import SystemTurn, Tools, empty_folder
 from tools.bench.workload import State, StepLoop, make_many_small, make_one_large, size_of
 
-__all__ = ["main"]
-
 _TIMEOUT = timedelta(minutes=5)
 _THREADS = 4
 

@@ -19,8 +19,6 @@ from tools.bench.systems.figures import (
     verdicts,
 )
 
-__all__ = ["BEGIN", "END", "SHORT", "markdown", "plot"]
-
 BEGIN = "<!-- begin: written by python -m tools.bench -->"
 END = "<!-- end: written by python -m tools.bench -->"
 SHORT = "In short"

@@ -13,8 +13,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tools.bench.workload import PARTS, State, make_shapes, make_state, tensors
 
-__all__ = ["local_state", "local_tensors", "replicated_state", "share_of", "sharded_state"]
-
 _PRIME = 65521
 
 

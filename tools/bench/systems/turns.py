@@ -18,8 +18,6 @@ from tools.bench.systems.jobs import MemoryRequest, Turn
 from tools.bench.systems.state import local_tensors
 from tools.bench.workload import State, StepLoop, size_of
 
-__all__ = ["SystemTurn", "Tools", "empty_folder"]
-
 _POLL_S = 0.001
 _FEWEST_STEPS = 6
 _SETTLE_S = 1.0  # what was removed is discarded on the device after the call that removes it

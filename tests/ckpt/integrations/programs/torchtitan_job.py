@@ -19,8 +19,6 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from ckpt.integrations.torchtitan import CheckpointManager
 
-__all__ = ["HfNames", "Job", "KilledAt", "OwnLoader", "PicklingLoader"]
-
 WIDTH = 8
 
 
