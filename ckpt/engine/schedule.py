@@ -1,16 +1,17 @@
 """The schedule of `Checkpointer.step`: which steps are saved, and which are kept in memory.
 
 Policies that go by time need one rank that decides for all, without a collective in each step. Rank 0 makes a row of
-appointments; each says what is done at its step, and when the next one is:
+appointments; each says what is done at its call, and when the next one is:
 
-    step      1 ...      12          25          31
+    call      1 ...      12          25          31
               │          │           │           │
     rank 0    │ makes 12 │ makes 25  │ makes 31  │ makes ...     one ahead, so that it is there when others look
     others    └─ read ───┴─ read ────┴─ read ────┴─ read         once at each appointment, not in each step
 
-An appointment was made one interval before, ten seconds at most, so ranks hardly ever wait for it. All ranks come to
-the same steps, hence they do the same. A new row begins after a restore, and after a restart, and when the program
-has made its process groups anew.
+An appointment was made one interval before, ten seconds at most, so ranks hardly ever wait for it. All ranks make the
+same calls, hence they do the same. Appointments count calls, as the number of a step may grow by any amount from one
+to the next. A new row begins after a restore, and after a restart, and when the program has made its process groups
+anew.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from inprocess.ipc.restart_index import current_restart_index
 
 _log = logging.getLogger("ckpt")
 _SAVES = 2  # without `step`, until a warning: the first one may be the last step of a job that is about to end
-_LEAST_S, _AHEAD_S = 0.5, 10.0  # from one appointment to the next, in whole steps
+_LEAST_S, _AHEAD_S = 0.5, 10.0  # from one appointment to the next, in whole calls
 _PAUSE_S = 0.005
 _CHANGED = 1.25  # an interval that differs by this factor from the one that was told is told
 
@@ -47,23 +48,25 @@ Action = Literal["save", "snapshot"]
 
 
 class _Appointment(NamedTuple):
-    """The action that is due at a step, and the step of the next appointment."""
+    """The action that is due at a call, and the call of the next appointment."""
 
     action: Action | None
-    next_step: int
+    next_call: int
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row of appointments, by a name that no other one has: `number` is that of the next one, at `step`.
+    """A row of appointments, by a name that no other one has: `number` is that of the next one, at `next_call`.
 
-    `whole_store` is the store of the process groups that it is in; None without one.
+    `calls` of `Checkpointer.step` were made in it. `whole_store` is the store of the process groups that it is in; None
+    without one.
     """
 
     name: str
-    step: int
     whole_store: weakref.ref[Any] | None
+    calls: int = 0
     number: int = 0
+    next_call: int = 1
 
 
 class Schedule:
@@ -162,17 +165,18 @@ class Schedule:
                 self._count_faults()
             self._ranks.doing = "the schedule of saves"
             name = self._ranks(os.urandom(8).hex().encode())[COORDINATOR].decode()
-            row = self._row = _Row(name, step, None if store is None else weakref.ref(store))
+            row = self._row = _Row(name, None if store is None else weakref.ref(store))
             if decides:
-                self._put(row, 0, _Appointment(None, step + 1))
+                self._put(row, 0, _Appointment(None, 2))
         self._costs["save"].note_step(len(self._in_flight()) > 0)
         self._costs["snapshot"].note_step(False)
-        if step < row.step:
+        row.calls += 1
+        if row.calls < row.next_call:
             return None
         now = self._read(row, step)
-        row.number, row.step = row.number + 1, now.next_step
+        row.number, row.next_call = row.number + 1, now.next_call
         if decides:
-            self._put(row, row.number, self._next(step, now))
+            self._put(row, row.number, self._next(row.calls, now))
         return now.action
 
     def _count_faults(self) -> None:
@@ -185,12 +189,12 @@ class Schedule:
             is_known = isinstance(of_action, dict)  # then the process that had measured it is gone
             costs.restored(of_action if is_known else None, faults + is_known)
 
-    def _next(self, step: int, now: _Appointment) -> _Appointment:
-        """Return the appointment after `now`, which is at `step`. On rank 0."""
+    def _next(self, call: int, now: _Appointment) -> _Appointment:
+        """Return the appointment after `now`, which is at `call`. On rank 0."""
         step_s = self._costs["save"].step_s
-        action, left_s = self._wanted((now.next_step - step) * step_s, now.action)
+        action, left_s = self._wanted((now.next_call - call) * step_s, now.action)
         ahead_s = min(max(left_s, _LEAST_S), _AHEAD_S)
-        return _Appointment(action, now.next_step + max(1, math.floor(ahead_s / step_s) if step_s else 1))
+        return _Appointment(action, now.next_call + max(1, math.floor(ahead_s / step_s) if step_s else 1))
 
     def _wanted(self, until_s: float, begins: Action | None) -> tuple[Action | None, float]:
         """Return the action that is wanted `until_s` from now, and the seconds from then until the next one is."""

@@ -137,6 +137,15 @@ def test_saves_are_as_far_apart_as_was_asked(tmp_path: Path) -> None:
     assert all(gap <= 60 + 2 * 7.5 for gap in job.gaps[-20:])
 
 
+@pytest.mark.parametrize("stride", [10, 4096, -1], ids=str)
+def test_the_numbers_of_steps_may_grow_by_any_amount(tmp_path: Path, stride: int) -> None:
+    """Such as samples or tokens, or every tenth step; a second epoch may count from 1 again."""
+    job = _Job(ckpt.Seconds(60), tmp_path)
+    job.train(range(10_000, 10_000 + 1000 * stride, stride))
+    assert all(58 <= gap <= 63 for gap in job.gaps)
+    assert len(job.gaps) > 10
+
+
 def test_a_save_begins_when_the_one_before_is_published(tmp_path: Path) -> None:
     job = _Job(ckpt.Continuous(), tmp_path)
     job.train(range(1, 200))
