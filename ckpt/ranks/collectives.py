@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckpt")
 _T = TypeVar("_T")
 _TOLD = 16  # names that are kept
+_TOLD_THAT = "a rank has told that it cannot take part"
 _MOVED_BY_REDUCTION = 2
 """How many times its bytes a reduction moves."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.25
@@ -50,6 +51,8 @@ class Ranks(Group):
     def __init__(self, process_group: ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
         super().__init__()
         self.doing = "a checkpoint operation"
+        self.attempt: str | None = None
+        """The name under which a rank that cannot take part in this operation tells the others why (`tell_first`)."""
         self._timeout_s = timeout_s
         self._group = process_group
         self._last: tuple[int, int] | None = None  # rank and world size, when `rank` was asked for
@@ -176,13 +179,15 @@ class Ranks(Group):
 
     def _enter(self, distributed: Any, payload: bytes) -> tuple[list[int], list[bytes]]:
         """Wait until all ranks have arrived, with the same operation; return sizes and beginnings of their payloads."""
-        self._meet()
-        doing = self.doing.encode()
-        sizes, checks, begins = self._exchange_heads(distributed, payload, zlib.crc32(doing))
-        if len(set(checks)) > 1:
+        while True:
+            self._meet()
+            check = zlib.crc32(f"{self.doing} {self.attempt}".encode())
+            sizes, checks, begins = self._exchange_heads(distributed, payload, check)
+            if len(set(checks)) == 1:
+                return sizes, begins
+            doing = bytes([self._refusal() is not None]) + self.doing.encode()
             sizes, _, begins = self._exchange_heads(distributed, doing, 0)
-            self._refuse(self._exchange(distributed, doing, sizes, begins))
-        return sizes, begins
+            self._compare(self._exchange(distributed, doing, sizes, begins))
 
     def tell_first(self, name: str, text: str | None) -> str | None:
         """Tell the other ranks a text under `name`, unless one was told before; return the first. Never waits.
@@ -230,7 +235,7 @@ class Ranks(Group):
     def _meet(self) -> None:
         """Wait until all ranks have arrived."""
         try:
-            meet(self.store(), self.rank, self.world_size, self._timeout_s, self.doing)
+            meet(self.store(), self.rank, self.world_size, self._timeout_s, self.doing, self._refusal)
         except MissingRanksError as error:
             raise CheckpointTimeoutError(
                 f"rank {self.rank} waited for all ranks to agree on {self.doing}: {error}. Every rank must call save, "
@@ -240,11 +245,23 @@ class Ranks(Group):
                 rank=self.rank,
             ) from None
 
-    def _refuse(self, doing: list[bytes]) -> None:
-        """Raise, on all ranks, that they call different operations."""
+    def _refusal(self) -> str | None:
+        told = None if self.attempt is None else self.tell_first(self.attempt, None)
+        return None if told is None else _TOLD_THAT
+
+    def _compare(self, doing: list[bytes]) -> None:
+        """Raise, on all ranks, that they call different operations.
+
+        A rank that has told that it cannot take part in one may be in the next one already. Then return, to meet again,
+        on the ranks that are not in the one that it has told about.
+        """
+        if doing[self.rank][0]:
+            raise CheckpointTimeoutError(f"rank {self.rank}: {_TOLD_THAT}: {self.doing}", rank=self.rank)
+        if any(each[0] for each in doing):
+            return
         by_what: dict[bytes, list[int]] = {}
         for rank, what in enumerate(doing):
-            by_what.setdefault(what, []).append(rank)
+            by_what.setdefault(what[1:], []).append(rank)
         said = "; ".join(f"{what.decode()} on {named(ranks)}" for what, ranks in by_what.items())
         raise CheckpointError(
             f"the ranks call different things, nothing was begun: {said}. Every rank must call save, warmup and "

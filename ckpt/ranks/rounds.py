@@ -12,7 +12,8 @@ afterwards; a meeting has a deadline of its own, and leaves the group as it is.
 
     arrive at a round --> the last one decides "go"           --> the collective
            |
-           +-- deadline of any rank, a rank died, or is interrupted: "given up" --> an error on all that had arrived
+           +-- deadline of any rank, a rank died, will not come, or is interrupted: "given up"
+                                                                --> an error on all that had arrived
 
 A rank that waits watches the process of the next rank, if that was on the same node when it arrived at an earlier
 round: a dead rank is not waited for. A rank that arrives at the deadline is either in time or late. A late rank arrives
@@ -121,13 +122,22 @@ class MissingRanksError(Exception):
         self.missing = missing
 
 
-def meet(store: Any, rank: int, world_size: int, timeout_s: float, doing: str = _COMMON) -> None:
+def meet(
+    store: Any,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    doing: str = _COMMON,
+    refusal: Callable[[], str | None] = lambda: None,
+) -> None:
     """Return when all ranks have called this. `store` is for this group alone; `doing` is the operation, for messages.
 
-    MissingRanksError, on all ranks that have arrived, when some have not `timeout_s` after one of those, or when one of
-    those was interrupted. Then no rank returns. Errors of the store are passed on.
+    `refusal` returns why a rank will not come, once it has told; it is asked each second.
+
+    MissingRanksError, on all ranks that have arrived, when some have not `timeout_s` after one of those, or will not,
+    or when one of those was interrupted. Then no rank returns. Errors of the store are passed on.
     """
-    _met(store, rank, world_size, timeout_s, doing, None)
+    _met(store, rank, world_size, timeout_s, doing, None, refusal)
 
 
 def gather(
@@ -137,7 +147,15 @@ def gather(
     return _met(store, rank, world_size, timeout_s, doing, payload).gathered()
 
 
-def _met(store: Any, rank: int, world_size: int, timeout_s: float, doing: str, payload: bytes | None) -> _Meeting:
+def _met(
+    store: Any,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    doing: str,
+    payload: bytes | None,
+    refusal: Callable[[], str | None] = lambda: None,
+) -> _Meeting:
     """Return the first round at which all ranks arrive."""
     deadline = time.monotonic() + timeout_s
     number = int(store.add("round", 0))
@@ -145,7 +163,7 @@ def _met(store: Any, rank: int, world_size: int, timeout_s: float, doing: str, p
         if Round(store, f"{number}", world_size).is_decided:
             number += 1  # given up, and the number of the next round is about to be set
             continue
-        meeting = _Meeting(store, rank, world_size, number, doing)
+        meeting = _Meeting(store, rank, world_size, number, doing, refusal)
         decision = meeting.attend(deadline, timeout_s, payload)
         if decision == _GO:
             return meeting
@@ -158,8 +176,11 @@ def _met(store: Any, rank: int, world_size: int, timeout_s: float, doing: str, p
 class _Meeting:
     """One round in which ranks wait for all."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, number: int, doing: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, number: int, doing: str, refusal: Callable[[], str | None]
+    ) -> None:
         self._doing = doing
+        self._refusal = refusal
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -207,7 +228,7 @@ class _Meeting:
             self._store.set(self._key("all"), b"".join(_SIZE.pack(len(each)) + bytes(each) for each in payloads))
 
     def _wait(self, deadline: float) -> str | None:
-        """Wait for the decision; return None if there is none by the deadline, or if the next rank died."""
+        """Wait for the decision; None if there is none by the deadline, the next rank died, or one will not come."""
         begin = time.monotonic()
         watch_at = begin + _WATCH_S
         suspension, late = Suspension(), LateRanks()
@@ -220,7 +241,7 @@ class _Meeting:
             if late.is_due(now - begin):
                 self._warn(late, now - begin, deadline - now)
             if now >= watch_at:
-                if self._has_died((self._rank + 1) % self._world_size):
+                if self._has_died((self._rank + 1) % self._world_size) or self._refusal() is not None:
                     return None
                 watch_at = now + _WATCH_S
             pause_s = min(max(_FIRST_PAUSE_S, _PAUSE * (now - begin)), _LONGEST_PAUSE_S)
@@ -236,6 +257,8 @@ class _Meeting:
             if decision is not None:
                 return decision
         missing = self._missing()
+        if (refusal := self._refusal()) is not None:
+            return self._decide(self._reason(refusal, missing))
         dead = [rank for rank in range(self._world_size) if self._has_died(rank)]
         if dead:
             return self._decide(self._reason(f"{named(dead)} died", missing))

@@ -16,12 +16,19 @@ import os
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
-from ckpt.errors import CheckpointError, CheckpointExistsError, FencedError, StateError, StorageError
+from ckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointTimeoutError,
+    FencedError,
+    StateError,
+    StorageError,
+)
 from ckpt.paths import Path
 from ckpt.planning.chunk_grid import GridOptions
 from ckpt.planning.description import StateDescription
@@ -32,6 +39,7 @@ from ckpt.planning.save_plan import SavePlan, make_save_plan
 from ckpt.planning.state_dict import FlatState
 from ckpt.ranks.collectives import Ranks
 from ckpt.ranks.failure import Failure
+from ckpt.saving.giving_up import abandoned
 from ckpt.saving.host_memory import LIMIT_BYTES, HostLimit, check_host_memory
 from ckpt.saving.layout import LocalBoxes, RankLayout, make_layout
 from ckpt.saving.root_claim import RootClaim
@@ -203,11 +211,14 @@ class PlanCache:
         """
         self.finish()
         begins_session = self._session is None or (claims is not None and not self._session.owner)
+        all_agree = self._cached is None or begins_session
         try:
             flat = self._states.flatten(state)
         except Exception as error:
-            if self._cached is None or begins_session:
+            if all_agree:
                 self._fail(error)
+            if step >= 0 and self._ranks.world_size > 1:  # to ranks whose structure is new: they wait for this one
+                self._ranks.tell_first(self.save_name, Failure.of(error, self._ranks.rank).to_bytes().decode())
             raise
         description = flat.describe()
         if self._cached is None or self._cached.description != description:
@@ -218,7 +229,8 @@ class PlanCache:
             if former is not None and former.layout.plan.rank != self._ranks.rank:
                 former = None
             own_key = bytes(_KEY_BYTES) if former is None else former.key
-            answers = self._agree(claims, claim, step, self._limit.encoded() + exchange.told + own_key)
+            with contextlib.nullcontext() if all_agree or step < 0 else self._unless_told(step):
+                answers = self._agree(claims, claim, step, self._limit.encoded() + exchange.told + own_key)
             key = hashlib.blake2b(b"".join(answer[:-_KEY_BYTES] for answer in answers), digest_size=_KEY_BYTES).digest()
             limits = [HostLimit.decode(answer[:LIMIT_BYTES]) for answer in answers]
             told = [answer[LIMIT_BYTES:-_KEY_BYTES] for answer in answers]
@@ -234,6 +246,21 @@ class PlanCache:
         elif begins_session:
             self._agree(claims, claim, step)
         return flat
+
+    @contextlib.contextmanager
+    def _unless_told(self, step: int) -> Iterator[None]:
+        """Raise, within a block that waits for all ranks, the failure of one that has told it and does not come."""
+        self._ranks.attempt = self.save_name
+        try:
+            yield
+        except CheckpointTimeoutError:
+            told = self._ranks.tell_first(self.save_name, None)
+            if told is None:
+                raise
+            error = abandoned(step, Failure.from_bytes(told))
+            raise error from error.__cause__
+        finally:
+            self._ranks.attempt = None
 
     def end_session(self) -> None:
         """Make the next save claim the root anew; the plan stays."""

@@ -18,6 +18,7 @@ from ckpt.errors import (
     CheckpointExistsError,
     CheckpointTimeoutError,
     FencedError,
+    SaveAbandonedError,
     StateError,
     StorageError,
 )
@@ -79,7 +80,9 @@ class SaveFailures:
             failed = abandoned(step, Failure.of(error, self._ranks.rank))
             self.note(failed, CheckpointError, name, step)
             return failed
-        if isinstance(error, StorageError) or (is_staging and isinstance(error, CheckpointTimeoutError)):
+        if isinstance(error, SaveAbandonedError):  # another rank has told why
+            self.note(error, self.first_reason(name, Failure.of(error, self._ranks.rank)).error_class, name, step)
+        elif isinstance(error, StorageError) or (is_staging and isinstance(error, CheckpointTimeoutError)):
             self.note(error, type(error), name, step)
         return error
 

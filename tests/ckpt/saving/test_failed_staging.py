@@ -92,6 +92,39 @@ def test_the_ranks_meet_again_for_the_structure_after_one_that_a_rank_cannot_pla
         assert result.value == [True, False, True, [1, 3]]
 
 
+def _one_rank_cannot_name_its_leaves(rank: int, world_size: int, root: Path, error: Exception) -> list[Any]:
+    """The structure changes with step 2 on rank 1, for which rank 0 fails; then it is the same for all ranks."""
+    answers: list[Any] = []
+    with ckpt.Checkpointer(root, timeout=_TIMEOUT_S, on_failed_save="warn") as checkpointer:
+        for step, names in ((1, "w"), (2, "wv"), (3, "wv"), (4, "w")):
+            begin = time.monotonic()
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 0 and step == 2:
+                    patch.setattr(KnownStates, "flatten", _raises(error))
+                try:
+                    answer: Any = checkpointer.save({name: torch.ones(10) for name in names}, step)
+                except ckpt.CheckpointError as failure:
+                    answer = str(failure)
+            assert time.monotonic() - begin < _TIMEOUT_S - 5, "the time limit was waited for"
+            answers.append(answer)
+        return [*answers, checkpointer.all_steps()]
+
+
+def test_a_rank_that_cannot_name_its_leaves_is_not_waited_for(tmp_path: Path) -> None:
+    """Nothing is between the saves that keeps the ranks together: rank 0 is in the next one while rank 1 waits."""
+    error = MemoryError("no memory for a copy of a value")
+    for result in run_ranks(_one_rank_cannot_name_its_leaves, 2, tmp_path / "root", error):
+        assert result.value == [True, False, True, True, [1, 3, 4]]
+
+
+def test_a_state_that_one_rank_cannot_store_is_an_error_on_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
+    error = ckpt.StateError("v: a lambda cannot be stored")
+    first, second = run_ranks(_one_rank_cannot_name_its_leaves, 2, tmp_path / "root", error)
+    assert first.value == [True, "v: a lambda cannot be stored", True, True, [1, 3, 4]]
+    assert "abandoned on all ranks: rank 0: StateError: v: a lambda cannot be stored" in second.value[1]
+    assert [*second.value[:1], *second.value[2:]] == [True, True, True, [1, 3, 4]]
+
+
 def _one_rank_cannot_plan_in_the_background(rank: int, world_size: int, root: Path) -> list[int]:
     """A restore begins to plan the next save, in vain on rank 1. Rank 0 begins that save before rank 1 does."""
     neighbors._TIMEOUT_S = _TIMEOUT_S
