@@ -56,8 +56,8 @@ class Pace(ABC):
     def interval_s(self, measured: Measured) -> float:
         """Return the seconds from the begin of a save to the next; infinity if this says nothing about seconds."""
 
-    def is_due_at(self, step: int) -> bool:
-        """Return whether a step is due because of its number."""
+    def is_due_at(self, step: int, before: int) -> bool:
+        """Return whether a step is due because of its number, and of that of the step before."""
         return False
 
     def __or__(self, other: Pace) -> Pace:
@@ -82,8 +82,8 @@ class _AnyPace(Pace):
     def interval_s(self, measured: Measured) -> float:
         return min(pace.interval_s(measured) for pace in self.paces)
 
-    def is_due_at(self, step: int) -> bool:
-        return any(pace.is_due_at(step) for pace in self.paces)
+    def is_due_at(self, step: int, before: int) -> bool:
+        return any(pace.is_due_at(step, before) for pace in self.paces)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.paces))
@@ -91,7 +91,7 @@ class _AnyPace(Pace):
 
 @dataclass(frozen=True)
 class Steps(Pace):
-    """The multiples of `count`."""
+    """The multiples of `count`, or the first step after each, where numbers of steps grow by more than one."""
 
     count: int
 
@@ -104,9 +104,9 @@ class Steps(Pace):
         """See `Pace.interval_s`."""
         return math.inf
 
-    def is_due_at(self, step: int) -> bool:
+    def is_due_at(self, step: int, before: int) -> bool:
         """See `Pace.is_due_at`."""
-        return step % self.count == 0
+        return step // self.count > before // self.count
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ class Schedule:
         self._timeout_s = settings.timeout_s
         self._kept = max(64, math.ceil(settings.timeout_s / _LEAST_S))  # as late as a rank may be
         self._has_failed = False  # the save that is being begun
+        self._last_step = -1  # of this row
         self._in_flight = in_flight
         self._clock = clock
         self._saves: int | None = 0  # without `step`; None once that was called, or warned of
@@ -111,9 +112,11 @@ class Schedule:
                 "async_save(state, step) for the steps that are to be saved, and maybe_finalize() in each iteration"
             )
         action = self._appointed(step) if self._agreed else None
-        if action == "save" or (self._save_every is not None and self._save_every.is_due_at(step)):
+        before = self._last_step if -1 < self._last_step < step else step - 1
+        self._last_step = step
+        if action == "save" or (self._save_every is not None and self._save_every.is_due_at(step, before)):
             action = "save"
-        elif self._keep_every is not None and self._keep_every.is_due_at(step):
+        elif self._keep_every is not None and self._keep_every.is_due_at(step, before):
             action = "snapshot"
         begin, self._has_failed = self._clock(), False
         yield action
@@ -143,7 +146,7 @@ class Schedule:
 
         It counts in a new process alone: one that goes on knows more.
         """
-        self._row = None
+        self._row, self._last_step = None, -1
         self._recorded = document
 
     @property
