@@ -114,30 +114,19 @@ def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
     _engine.copy_runs(runs)
 
 
-def update_runs(
-    runs: np.ndarray[Any, np.dtype[Any]],
-    held: np.ndarray[Any, np.dtype[Any]],
-    last: np.ndarray[Any, np.dtype[Any]],
-    key: bytes,
-    number: int,
-) -> None:
+def update_runs(runs: np.ndarray[Any, np.dtype[Any]], held: int, last: int, key: bytes, number: int) -> None:
     """Make the copies of `runs` as `copy_runs` does, but for those whose bytes are at their targets already.
 
-    `held`, an array of HELD with one for each run, has what is known of the bytes there, and is updated. `last` is that
-    of the last call, or the same: bytes with the same checksum then get a hash, under a secret `key` of
-    `DIGEST_KEY_BYTES` random bytes. It tells in the next call, as surely as `digest`, that they are the same; then they
-    are read, not copied. `number`, of the call, grows. Nothing else may write to the targets.
+    At the address `held` there is a record of HELD for each run, with what is known of the bytes at its target; it is
+    updated. Those of the last call are at `last`, which may be the same: bytes with the same checksum then get a hash,
+    under a secret `key` of `DIGEST_KEY_BYTES` random bytes. It tells in the next call, as surely as `digest`, that they
+    are the same; then they are read, not copied. `number`, of the call, grows. Nothing else may write to the targets.
 
     Without the compiled functions all is copied, and nothing known.
     """
     _check_runs(runs)
-    if (
-        held.dtype != HELD
-        or last.dtype != HELD
-        or not len(runs) == len(held) == len(last)
-        or len(key) != DIGEST_KEY_BYTES
-    ):
-        raise ValueError("each run needs a record of HELD, and one of the last call, and the hashes need a key")
+    if len(key) != DIGEST_KEY_BYTES:
+        raise ValueError(f"{len(key)} bytes are not a key")
     _engine.update_runs(runs, held, last, key, number)
 
 

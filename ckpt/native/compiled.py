@@ -109,9 +109,8 @@ class Compiled:
     def copy_runs(self, runs: np.ndarray[Any, np.dtype[Any]]) -> None:
         self._library.ckpt_copy_runs(_address(runs), len(runs))
 
-    def update_runs(self, runs: Array, held: Array, last: Array, key: bytes, number: int) -> None:
-        arrays = _address(runs), _address(held), _address(last)
-        self._library.ckpt_update_runs(*arrays, len(runs), key, number)
+    def update_runs(self, runs: Array, held: int, last: int, key: bytes, number: int) -> None:
+        self._library.ckpt_update_runs(_address(runs), held, last, len(runs), key, number)
 
     def crc32c(self, data: bytes | np.ndarray[Any, np.dtype[np.uint8]], initial: int) -> int:
         if isinstance(data, bytes):

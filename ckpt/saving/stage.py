@@ -191,7 +191,7 @@ class Stager:
             replicas = self._sample(prepared, save, slot, stream) if compared else None
             staged = self._copy(plan.layout, prepared.flat, slot, stream, has_waited=has_waited)
             held = slot.held_runs
-            contents = () if held is None else held.contents(plan.layout.runs_of_files)
+            contents = () if held is None else held.end(plan.layout.runs_of_files)
             Share(slot.region).label(save.name, self._generation)
             done = time.perf_counter()
         except BaseException:

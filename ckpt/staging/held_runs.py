@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ class RunHashes:
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(DIGEST_KEY_BYTES)
-        self.last: HeldRuns | None = None
+        self.last: weakref.ref[HeldRuns] | None = None  # its slot has it
         self.number = 0
 
 
@@ -45,24 +46,27 @@ class HeldRuns:
         self._room = np.empty(int(blocks.sum()) * HASH_BYTES, np.uint8)  # takes memory as far as it is used
         self.records["hashes"] = self._room.ctypes.data + (np.cumsum(blocks) - blocks) * HASH_BYTES
         self._hashes = hashes
-        self._last = self.records
+        self._at = int(self.records.ctypes.data)
+        self._last: HeldRuns | None = None  # during a save, if it is not this one
 
     def begin(self) -> None:
         """Begin a save in this slot."""
-        hashes, last = self._hashes, self._hashes.last
-        self._last = self.records if last is None or last.layout is not self.layout else last.records
-        hashes.last, hashes.number = self, hashes.number + 1
+        hashes = self._hashes
+        last = None if hashes.last is None else hashes.last()
+        self._last = None if last is self or last is None or last.layout is not self.layout else last
+        hashes.last, hashes.number = weakref.ref(self), hashes.number + 1
 
     def update(self, runs: Array, first: int, end: int) -> None:
         """Make the copies of the runs `first` to `end` (exclusive) that are needed. Any thread, each run once."""
-        part = slice(first, end)
-        update_runs(runs[part], self.records[part], self._last[part], self._hashes.key, self._hashes.number)
+        at, last = first * HELD.itemsize, self._last or self
+        update_runs(runs[first:end], self._at + at, last._at + at, self._hashes.key, self._hashes.number)
 
-    def contents(self, files: Sequence[slice | None]) -> tuple[bytes | None, ...]:
-        """Return a name for the bytes of each file, of which the runs are given: the same name, the same bytes.
+    def end(self, files: Sequence[slice | None]) -> tuple[bytes | None, ...]:
+        """End a save; return a name for the bytes of each file, of which the runs are given: the same name and bytes.
 
         None if they are not known, or no runs are given.
         """
+        self._last = None
         numbers, known = np.ascontiguousarray(self.records["content"]), self.records["state"] > 0
 
         def content(runs: slice | None) -> bytes | None:

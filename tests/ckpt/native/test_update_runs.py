@@ -46,7 +46,7 @@ def test_copies_of_what_is_there_are_left_out(level: int) -> None:
         if number % 17 == 0:
             runs["bytes"][2] = 0  # something else copies there
             target[starts[2] + 8 : starts[3] + 8] = 0
-        native.update_runs(runs, held, last, _KEY, number)
+        native.update_runs(runs, held.ctypes.data, last.ctypes.data, _KEY, number)
         left_out, last = left_out + int(held["is_same"].sum()), held
         for run in range(len(sizes)):
             if not runs["bytes"][run]:
@@ -70,14 +70,14 @@ def test_equal_checksums_are_not_taken_for_the_same_bytes(level: int) -> None:
     for number in range(1, 5):
         runs = np.zeros(1, native.RUN)
         runs["from"], runs["to"], runs["bytes"] = source.ctypes.data, target.ctypes.data, len(source)
-        native.update_runs(runs, held, held, _KEY, number)
+        native.update_runs(runs, held.ctypes.data, held.ctypes.data, _KEY, number)
     before = int(held["content"][0])
     assert held["state"][0] == (2 if level >= 0 else 0)
     # In a reflected CRC the lowest bit of a byte is its first one, and the highest power of the polynomial.
     for at, byte in enumerate(int(f"{0x11EDC6F41:033b}"[::-1], 2).to_bytes(5, "little")):
         source[8300 + at] ^= byte
     checksum = runs["crc32c"][0]
-    native.update_runs(runs, held, held, _KEY, 5)
+    native.update_runs(runs, held.ctypes.data, held.ctypes.data, _KEY, 5)
     assert runs["crc32c"][0] == checksum
     assert (target == source).all()
     assert held["content"][0] != before or level < 0

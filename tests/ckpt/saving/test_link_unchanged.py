@@ -16,6 +16,7 @@ from ckpt import native
 from ckpt.errors import CheckpointError
 from ckpt.events import SavePublished
 from ckpt.saving import write
+from ckpt.staging import copy as staging_copy
 from ckpt.staging import held_runs, runs
 from ckpt.storage import unchanged_files
 from ckpt.storage.names import step_name
@@ -196,11 +197,12 @@ def test_what_does_not_change_is_not_copied_and_not_read_by_the_writer(
 ) -> None:
     copied, digests = [], []
 
-    def update(runs: Any, held: Any, *rest: Any) -> None:
-        native.update_runs(runs, held, *rest)
-        copied.append(int(runs["bytes"][held["is_same"] == 0].sum()))
+    def copy(runs: Any, held: held_runs.HeldRuns) -> None:
+        copy_together(runs, held)
+        copied.append(int(runs["bytes"][held.records["is_same"] == 0].sum()))
 
-    monkeypatch.setattr(held_runs, "update_runs", update)
+    copy_together = runs.copy_together
+    monkeypatch.setattr(staging_copy, "copy_together", copy)
     monkeypatch.setattr(unchanged_files, "digest", lambda *of: digests.append(of) or native.digest(*of))
     state = _state()
     with _opened(tmp_path) as checkpointer:
