@@ -73,6 +73,6 @@ class HeldRuns:
             if runs is None or not known[runs].all():
                 return None
             key = self._hashes.key[: hashlib.blake2b.MAX_KEY_SIZE]
-            return hashlib.blake2b(numbers[runs], digest_size=_CONTENT_BYTES, key=key).digest()
+            return hashlib.blake2b(numbers[runs].tobytes(), digest_size=_CONTENT_BYTES, key=key).digest()
 
         return tuple(map(content, files))
