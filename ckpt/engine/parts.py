@@ -147,6 +147,7 @@ class Parts:
             grid,
             staging.on_divergence,
             snapshots is not None,
+            only_changes=links,
         )
         how_saved = SaveOptions(
             staging.threads,

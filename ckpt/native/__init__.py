@@ -16,11 +16,23 @@ from typing import Any
 import numpy as np
 
 from ckpt.native import compiled, portable
-from ckpt.native.record_types import CHECKSUM_BYTES, DIGEST_KEY_BYTES, PAGE_BYTES, RUN, SEGMENT
+from ckpt.native.record_types import (
+    BLOCK_BYTES,
+    CHECKSUM_BYTES,
+    DIGEST_KEY_BYTES,
+    HASH_BYTES,
+    HELD,
+    PAGE_BYTES,
+    RUN,
+    SEGMENT,
+)
 
 __all__ = [
+    "BLOCK_BYTES",
     "CHECKSUM_BYTES",
     "DIGEST_KEY_BYTES",
+    "HASH_BYTES",
+    "HELD",
     "RUN",
     "SEGMENT",
     "blosc_frame",
@@ -34,6 +46,7 @@ __all__ = [
     "digest",
     "look",
     "read_checked",
+    "update_runs",
     "warn_if_portable",
 ]
 
@@ -97,11 +110,31 @@ def copy_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
     The checksums are those of the copied bytes, even if the source changes meanwhile. Source and target of a run must
     not overlap. Large runs bypass the caches.
     """
+    _check_runs(runs)
+    _engine.copy_runs(runs)
+
+
+def update_runs(runs: np.ndarray[Any, np.dtype[Any]], held: int, last: int, key: bytes, number: int) -> None:
+    """Make the copies of `runs` as `copy_runs` does, but for those whose bytes are at their targets already.
+
+    At the address `held` there is a record of HELD for each run, with what is known of the bytes at its target; it is
+    updated. Those of the last call are at `last`, which may be the same: bytes with the same checksum then get a hash,
+    under a secret `key` of `DIGEST_KEY_BYTES` random bytes. It tells in the next call, as surely as `digest`, that they
+    are the same; then they are read, not copied. `number`, of the call, grows. Nothing else may write to the targets.
+
+    Without the compiled functions all is copied, and nothing known.
+    """
+    _check_runs(runs)
+    if len(key) != DIGEST_KEY_BYTES:
+        raise ValueError(f"{len(key)} bytes are not a key")
+    _engine.update_runs(runs, held, last, key, number)
+
+
+def _check_runs(runs: np.ndarray[Any, np.dtype[Any]]) -> None:
     if runs.dtype != RUN or runs.ndim != 1 or not runs.flags.c_contiguous:
         raise ValueError("runs must be a contiguous 1-d array of RUN")
     if len(runs) and runs["continues"][0]:
         raise ValueError("the first run must not continue another")
-    _engine.copy_runs(runs)
 
 
 def crc32c(data: bytes | bytearray | memoryview, initial: int = 0) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.native.record_types import BLOCK_BYTES, DIGEST_BYTES, PAGE_BYTES, RUN, SEGMENT
+from ckpt.native.record_types import BLOCK_BYTES, DIGEST_BYTES, HELD, RUN, SEGMENT
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -71,16 +71,17 @@ class Compiled:
             ("ckpt_crc32c", ctypes.c_uint32, ctypes.c_uint32, pointer, size),
             ("ckpt_crc32c_choose", ctypes.c_int, ctypes.c_int),
             ("ckpt_crc32c_joined", ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, size),
-            ("ckpt_hash_pages", None, pointer, size, pointer, pointer),
+            ("ckpt_hash", None, pointer, size, pointer, pointer),
             ("ckpt_read_pieces", ctypes.c_int, ctypes.c_int, pointer, size, pointer, size),
             ("ckpt_check_pieces", ctypes.c_int, pointer, size, size, pointer, size),
             ("ckpt_record_bytes", size),
+            ("ckpt_update_runs", None, pointer, pointer, pointer, size, pointer, size),
         ):
             function = getattr(library, str(name), None)
             if function is None:
                 raise ImportError(f"{path} {_OLD}")
             function.restype, function.argtypes = result, arguments
-        if library.ckpt_record_bytes() != RUN.itemsize << 8 | SEGMENT.itemsize:
+        if library.ckpt_record_bytes() != HELD.itemsize << 16 | RUN.itemsize << 8 | SEGMENT.itemsize:
             raise ImportError(f"{path} {_OLD}")
         with_lock = ctypes.PyDLL(path)
         try:
@@ -108,6 +109,9 @@ class Compiled:
     def copy_runs(self, runs: np.ndarray[Any, np.dtype[Any]]) -> None:
         self._library.ckpt_copy_runs(_address(runs), len(runs))
 
+    def update_runs(self, runs: Array, held: int, last: int, key: bytes, number: int) -> None:
+        self._library.ckpt_update_runs(_address(runs), held, last, len(runs), key, number)
+
     def crc32c(self, data: bytes | np.ndarray[Any, np.dtype[np.uint8]], initial: int) -> int:
         if isinstance(data, bytes):
             return int(self._library.ckpt_crc32c(initial, data, len(data)))
@@ -118,7 +122,7 @@ class Compiled:
 
     def digest(self, data: np.ndarray[Any, np.dtype[np.uint8]], key: bytes) -> bytes:
         hashes = np.empty((-(-data.nbytes // BLOCK_BYTES), 4), np.uint64)
-        self._library.ckpt_hash_pages(_address(data), data.nbytes // PAGE_BYTES, key, _address(hashes))
+        self._library.ckpt_hash(_address(data), data.nbytes, key, _address(hashes))
         return hashlib.blake2b(hashes.tobytes(), digest_size=DIGEST_BYTES).digest()
 
     def read_checked(self, fd: int, segments: np.ndarray[Any, np.dtype[Any]]) -> bool:

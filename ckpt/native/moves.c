@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "crc32c.h"
+#include "digest.h"
 
 /* The same fields, in this order, as RUN in record_types.py. Addresses are numbers there. */
 struct run {
@@ -19,20 +20,74 @@ enum { CHECKSUM_BYTES = 4 };
 /* The checksum of a stream whose checksum was `crc`, followed by zeros: the complement is a product (see crc32c.c). */
 static uint32_t followed_by_zeros(uint32_t crc, uint64_t bytes) { return ~ckpt_crc32c_joined(~crc, 0, bytes); }
 
-/* Make `count` copies, one after the other. Where `to` is 0 only the checksum is computed, where `from` is 0 that of
- * zeros. The first run does not continue another. */
+/* Copy a run. Where `to` is 0 only the checksum is computed, where `from` is 0 that of zeros. */
+static void copy_run(struct run *run) {
+    uint32_t crc = run->continues ? (uint32_t)run[-1].crc32c : 0;
+    const uint8_t *from = (const uint8_t *)(uintptr_t)run->from;
+    uint8_t *to = (uint8_t *)(uintptr_t)run->to;
+    if (!from)
+        crc = followed_by_zeros(crc, run->bytes);
+    else
+        crc = to ? ckpt_crc32c_copy(crc, to, from, run->bytes) : ckpt_crc32c(crc, from, run->bytes);
+    run->crc32c = crc;
+    uint8_t *target = (uint8_t *)(uintptr_t)run->seal_at;
+    for (int n = 0; target && n < CHECKSUM_BYTES; n++) target[n] = (uint8_t)(crc >> (8 * n));
+}
+
+/* Make `count` copies, one after the other. The first run does not continue another. */
 void ckpt_copy_runs(struct run *runs, uint64_t count) {
-    for (struct run *run = runs; run < runs + count; run++) {
-        uint32_t crc = run->continues ? (uint32_t)run[-1].crc32c : 0;
+    for (struct run *run = runs; run < runs + count; run++) copy_run(run);
+    ckpt_crc32c_copied();
+}
+
+/* What is known of the bytes at `to` of a run. The same fields, in this order, as HELD in record_types.py. */
+struct held {
+    uint64_t state;   /* UNKNOWN, COPIED, or HASHED: `hashes` has theirs */
+    uint64_t content; /* the number of the call that copied them: the same number, the same bytes */
+    uint64_t crc32c;  /* of the run that they were copied by */
+    uint64_t hashes;  /* address of the room for them */
+    uint64_t is_same; /* out: they were not copied */
+};
+
+enum { UNKNOWN, COPIED, HASHED };
+
+static uint64_t hash_bytes(uint64_t bytes) { return (bytes + 8191) / 8192 * 32; }
+
+/* Hash the bytes that a run has copied, and note if they are those that are known from elsewhere. Not the bytes at
+ * `from`: these may have changed since. */
+static void hash_copied(const struct run *run, struct held *held, const struct held *last, const uint64_t *key) {
+    uint64_t *hashes = (uint64_t *)(uintptr_t)held->hashes;
+    ckpt_hash((const uint8_t *)(uintptr_t)run->to, run->bytes, key, hashes);
+    held->state = HASHED;
+    if (last->state == HASHED && last != held &&
+        !memcmp(hashes, (const void *)(uintptr_t)last->hashes, hash_bytes(run->bytes)))
+        held->content = last->content;
+}
+
+/* Make the same copies as ckpt_copy_runs, but for the runs whose bytes are at `to` already, which is known by their
+ * hashes. `held` has what is known of each, `last` what the last call has left, which may be the same memory or another
+ * one with other addresses. Only bytes that had their checksum in the last call, too, are hashed. `number` is that of the
+ * call. */
+void ckpt_update_runs(struct run *runs, struct held *held, const struct held *last, uint64_t count, const uint64_t *key,
+                      uint64_t number) {
+    for (struct run *run = runs; run < runs + count; run++, held++, last++) {
         const uint8_t *from = (const uint8_t *)(uintptr_t)run->from;
-        uint8_t *to = (uint8_t *)(uintptr_t)run->to;
-        if (!from)
-            crc = followed_by_zeros(crc, run->bytes);
-        else
-            crc = to ? ckpt_crc32c_copy(crc, to, from, run->bytes) : ckpt_crc32c(crc, from, run->bytes);
-        run->crc32c = crc;
-        uint8_t *target = (uint8_t *)(uintptr_t)run->seal_at;
-        for (int n = 0; target && n < CHECKSUM_BYTES; n++) target[n] = (uint8_t)(crc >> (8 * n));
+        int can_be_same = held->state != UNKNOWN && (!run->continues || held[-1].is_same);
+        if (from && run->bytes && can_be_same && held->state == HASHED &&
+            ckpt_has_hash(from, run->bytes, key, (const uint64_t *)(uintptr_t)held->hashes)) {
+            run->crc32c = held->crc32c; /* and it is at `seal_at` already */
+            held->is_same = 1;
+            continue;
+        }
+        int may_be_quiet = last->state != UNKNOWN;
+        uint64_t last_crc = last->crc32c;
+        copy_run(run);
+        held->is_same = !from && can_be_same; /* zeros, that are not copied */
+        held->crc32c = run->crc32c;
+        if (held->is_same) continue;
+        held->content = from ? number : 0;
+        held->state = run->bytes ? COPIED : UNKNOWN; /* a run without bytes: something else has copied there */
+        if (from && run->bytes && may_be_quiet && last_crc == run->crc32c) hash_copied(run, held, last, key);
     }
     ckpt_crc32c_copied();
 }
@@ -183,4 +238,6 @@ int ckpt_check_pieces(uint8_t *data, uint64_t start, uint64_t bytes, const struc
 }
 
 /* The sizes of the records, by which Python checks that it has the same version of them. */
-uint64_t ckpt_record_bytes(void) { return sizeof(struct run) << 8 | sizeof(struct segment); }
+uint64_t ckpt_record_bytes(void) {
+    return sizeof(struct held) << 16 | sizeof(struct run) << 8 | sizeof(struct segment);
+}

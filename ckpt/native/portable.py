@@ -99,6 +99,11 @@ def _copy(to: int, source: int, nbytes: int, crc: int) -> int:
     return int(crc)
 
 
+def update_runs(runs: Array, _held: int, _last: int, _key: bytes, _number: int) -> None:
+    """Make all copies, as `ckpt.native.update_runs`; nothing gets known of them."""
+    copy_runs(runs)
+
+
 def digest(data: np.ndarray[Any, np.dtype[np.uint8]], key: bytes) -> bytes:
     """Return a digest of `data`, as `ckpt.native.digest`: another one, of the same use."""
     return hashlib.blake2b(data.data, digest_size=DIGEST_BYTES, key=key[: hashlib.blake2b.MAX_KEY_SIZE]).digest()

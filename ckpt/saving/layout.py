@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -36,6 +37,16 @@ class RankLayout:
     plan: WritePlan
     copies: Copies
     constants: tuple[tuple[int, bytes], ...]
+
+    @cached_property
+    def runs_of_files(self) -> tuple[slice | None, ...]:
+        """Which runs of the table of copies are in each file; None for a file that holds something else, too."""
+        starts = np.array([file.offset for file in self.plan.files], np.int64)
+        of_run = np.searchsorted(starts, self.copies.table.in_slot.astype(np.int64), "right") - 1  # they are in order
+        ends = np.searchsorted(of_run, np.arange(len(starts) + 1)).tolist()
+        others = [op.offset for op in self.copies.ops if op.flat is None]
+        mixed = set((np.searchsorted(starts, np.array(others, np.int64), "right") - 1).tolist())
+        return tuple(None if n in mixed else slice(ends[n], ends[n + 1]) for n in range(len(starts)))
 
     def prepare(self, slot: memoryview) -> None:
         """Write the constants into a slot, which is zero otherwise."""

@@ -430,6 +430,7 @@ class Saver:
             replicas=staged.replicas,
             storage=self._root.options,
             held=tuple(self.held()),
+            contents=staged.contents,
         )
         return SaveHandle(
             task,

@@ -25,6 +25,7 @@ from ckpt.saving.share import HEADER_BYTES, SAMPLES_OFFSET, Share
 from ckpt.saving.staged_memory import StagedMemory
 from ckpt.staging.arena import Arena, Slot, SlotState
 from ckpt.staging.copy import Staged, only_gpu, stage
+from ckpt.staging.held_runs import HeldRuns, RunHashes
 from ckpt.staging.neighbors import SlotExchange
 from ckpt.storage.compression import Compression
 from ckpt.storage.names import SaveId
@@ -41,7 +42,8 @@ class StagingOptions:
     """How state gets into shared memory.
 
     `slot_timeout_s` bounds the wait for a free slot; `on_divergence` says what is done about parameters that ranks
-    have different; with `snapshots` saves are held in memory, too.
+    have different; with `snapshots` saves are held in memory, too. With `only_changes` what a slot holds already is not
+    copied again.
     """
 
     slots: int = 2
@@ -52,6 +54,7 @@ class StagingOptions:
     grid: GridOptions = field(default_factory=GridOptions)
     on_divergence: Tolerance = "error"
     snapshots: bool = False
+    only_changes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class StagedShare:
     """A slot with what was copied, or is being copied, into it.
 
     The copies are complete when the 8 bytes at `flag_offset` hold `generation`. `checksummed` are the offsets of what
-    has its checksum behind it.
+    has its checksum behind it. `contents` has a name for the bytes of each file, or None; it is empty if it has none.
     """
 
     slot: Slot
@@ -68,6 +71,7 @@ class StagedShare:
     checksummed: frozenset[int]
     replicas: Digests | None
     times: dict[str, float]
+    contents: tuple[bytes | None, ...] = ()
 
     @property
     def arrived(self) -> bool:
@@ -102,6 +106,7 @@ class Stager:
         at_rest = max(1, options.slots - 1) if options.snapshots else 1
         self._arena = Arena(options.slots, pin=True, at_rest=at_rest)
         self._copy_stream = _CopyStream()
+        self._hashes = RunHashes() if options.only_changes else None
         self._generation = 0
         self._shared_for: CachedPlan | None = None
         self._problem: Exception | None = None  # of the last `fit`
@@ -185,6 +190,8 @@ class Stager:
             stream = self._copy_stream.stream_for(prepared.flat.outside_cpu())
             replicas = self._sample(prepared, save, slot, stream) if compared else None
             staged = self._copy(plan.layout, prepared.flat, slot, stream, has_waited=has_waited)
+            held = slot.held_runs
+            contents = () if held is None else held.end(plan.layout.runs_of_files)
             Share(slot.region).label(save.name, self._generation)
             done = time.perf_counter()
         except BaseException:
@@ -198,7 +205,7 @@ class Stager:
             "stall_s": done - begin,
         }
         self._copy_stream.note(staged)
-        return StagedShare(slot, self._flag_offset, self._generation, staged.checksummed, replicas, times)
+        return StagedShare(slot, self._flag_offset, self._generation, staged.checksummed, replicas, times, contents)
 
     def keep(self, region: SharedMemory) -> None:
         """Use the slot with this memory again only when no other is free: a restore may need what it holds."""
@@ -245,14 +252,19 @@ class Stager:
         has_waited: bool,
     ) -> Staged:
         if slot.prepared_for is not layout:
+            slot.held_runs = None
             if slot.prepared_for is not None:  # new memory is zero
                 slot.tensor[: self._flag_offset].zero_()
             slot.prepared_for = ()  # nothing, if this is interrupted
             layout.prepare(slot.region.buffer)
+            if self._hashes is not None:
+                slot.held_runs = HeldRuns(layout, layout.copies.table.nbytes, self._hashes)
             slot.prepared_for = layout
         # While this waited for a slot, another thread may have replaced memory: the addresses are read again.
         known = None if has_waited else flat.memory_of(layout.copies.table.paths)
-        staged = stage(layout.copies, flat.local_tensors(), slot.tensor, stream, known)
+        if slot.held_runs is not None:
+            slot.held_runs.begin()
+        staged = stage(layout.copies, flat.local_tensors(), slot.tensor, stream, known, slot.held_runs)
         flag = slot.tensor[self._flag_offset :][:8].view(torch.int64)
         if stream is None:
             flag.fill_(self._generation)

@@ -178,7 +178,8 @@ class WriteTask:
 
     `plan` is of `pickled_plan`. `region` is the slot with the files; they are complete when the 8 bytes at
     `flag_offset` hold `generation`: on CUDA that may be after the call was scheduled. `checksummed` are the offsets in
-    the slot, as bytes, of what has its checksum behind it. `values` are the (encoded) leaves that are not tensors,
+    the slot, as bytes, of what has its checksum behind it, `contents` names for the bytes of the files, or None: the
+    same name of the same file, the same bytes. `values` are the (encoded) leaves that are not tensors,
     `times` what the trainer measured, `replicas` the digests of what other ranks have, too. `lineage` is what the
     coordinator records of the save; with a `branch` it first takes over what earlier owners of the root left.
     `storage` is what else is needed to open the `root`. Steps that were published as the saves in `held` are not
@@ -202,6 +203,7 @@ class WriteTask:
     replicas: Digests | None = None
     storage: StorageOptions | None = None
     held: tuple[str, ...] = ()
+    contents: tuple[bytes | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

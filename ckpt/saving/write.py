@@ -99,6 +99,7 @@ class ShareWriter:
     ) -> None:
         self.task = task
         self.plan = unpickled_plan(task.plan)
+        self._contents = dict(zip(self.plan.files, task.contents, strict=False))
         self.pending: Pending = open_root(task.root, task.storage).pending_save(task.save)
         here = task.options.node_local
         self.packs = None if here is None else NodePacks(here, self.pending.root)
@@ -299,9 +300,9 @@ class ShareWriter:
 
     def _file_job(self, file: PlannedFile) -> FileJob:
         starts, sizes = self.plan.inner_chunks.each(file.first, file.end)
-        done = are_in(self.task.checksummed, starts)
         to_compress = self.plan.to_compress[file.first : file.end]
-        return FileJob(file.number, file.nbytes, self._memory_of(file), starts - file.offset, sizes, done, to_compress)
+        inner = starts - file.offset, sizes, are_in(self.task.checksummed, starts)
+        return FileJob(file.number, file.nbytes, self._memory_of(file), *inner, to_compress, self._contents.get(file))
 
     def _in_slot(self, file: PlannedFile) -> memoryview:
         return self.task.region.buffer[file.offset : file.offset + in_pages(file.nbytes)]

@@ -27,6 +27,7 @@ from enum import Enum
 import torch
 
 from ckpt.errors import CheckpointTimeoutError
+from ckpt.staging.held_runs import HeldRuns
 from ckpt.staging.preparation import Preparation
 from inprocess.ipc.deadline import Deadline
 from inprocess.ipc.shared_memory import SharedMemory
@@ -51,9 +52,9 @@ class Slot:
     """One region of shared memory.
 
     `tensor` is all of it as a 1-d uint8 tensor; `step` the save that is or was in it; `prepared_for` whose constants
-    are in it (None while it is new), `described_for` whose documents are behind it; `used` how many slots had been
-    acquired when this one was; `is_kept` whether it is held when it is released, as a snapshot, and `is_pinned` the
-    same, as what is replicated.
+    are in it (None while it is new), `held_runs` what is known of the runs of memory there, `described_for` whose
+    documents are behind it; `used` how many slots had been acquired when this one was; `is_kept` whether it is held
+    when it is released, as a snapshot, and `is_pinned` the same, as what is replicated.
     """
 
     def __init__(self, number: int, size: int) -> None:
@@ -64,6 +65,7 @@ class Slot:
         self.is_kept = False
         self.is_pinned = False
         self.prepared_for: object = None
+        self.held_runs: HeldRuns | None = None
         self.described_for: object = None
         self.region = SharedMemory.create(f"ckpt-slot-{number}", size)
         self.tensor = torch.frombuffer(self.region.buffer, dtype=torch.uint8)

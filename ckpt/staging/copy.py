@@ -22,6 +22,7 @@ from ckpt.native import crc32c_joined
 from ckpt.paths import Path
 from ckpt.staging.copy_table import Copies, CopyOp, RunTable
 from ckpt.staging.cuda_copy import can_copy_rows, copies_of_rows, queue_copies
+from ckpt.staging.held_runs import HeldRuns
 from ckpt.staging.runs import copy_together
 from ckpt.staging.strided import copy_boxes, take_box
 
@@ -100,17 +101,19 @@ def stage(
     slot: torch.Tensor,
     stream: torch.cuda.Stream | None,
     known: tuple[Array, Array, Array] | None = None,
+    held: HeldRuns | None = None,
 ) -> Staged:
     """Copy every box into the slot, which is uint8, 1-d.
 
     With a `stream` the copies of CUDA tensors, all on its device, are queued there. `known` are the addresses of the
-    tensors of the table of copies, whether each has its elements in C order, and whether it is on the CPU.
+    tensors of the table of copies, whether each has its elements in C order, and whether it is on the CPU. What is in
+    the slot already, as far as `held` knows that, is not copied from a CPU.
     """
     keep: list[torch.Tensor] = []
     memory = _Memory.of(copies.table, tensors, None if stream is None else stream.device, known)
     if stream is None:
         copy_boxes(memory.others(copies), tensors, slot, keep, None)
-        return Staged(None, None, [], _copy_runs_in(copies.table, memory, slot))
+        return Staged(None, None, [], _copy_runs_in(copies.table, memory, slot, held))
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         for path in memory.paths_on_gpu():
@@ -120,7 +123,7 @@ def stage(
         copy_boxes(memory.others(copies), tensors, slot, keep, stream)
         event = torch.cuda.Event()
         event.record(stream)
-    return Staged(stream, event, keep, _copy_runs_in(copies.table, memory, slot))
+    return Staged(stream, event, keep, _copy_runs_in(copies.table, memory, slot, held))
 
 
 def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor) -> Unstaged:
@@ -203,10 +206,10 @@ def _memory_of(tensors: list[torch.Tensor]) -> tuple[Array, Array, Array]:
     return each(tensor.data_ptr, np.uint64), plain, each(attrgetter("is_cpu"))
 
 
-def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor) -> frozenset[int]:
+def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor, held: HeldRuns | None) -> frozenset[int]:
     """Copy the runs of memory on the CPU; return the offsets of the inner chunks whose checksum is behind them."""
     runs, whole = table.into_slot(tensors.addresses, tensors.on_cpu, slot.data_ptr())
-    copy_together(runs)
+    copy_together(runs, held)
     memory = slot.numpy().data
     for number in table.long_chunks[whole[table.long_chunks]].tolist():
         part = runs[table.chunk_first[number] : table.chunk_end[number]]

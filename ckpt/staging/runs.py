@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ckpt.native import RUN, copy_runs
+from ckpt.staging.held_runs import HeldRuns
 from inprocess.ipc.threads import JoinableThread, join_all
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -22,8 +23,8 @@ _THREAD_BYTES = 16 << 20  # a thread costs more than it gains for less
 _BATCHES = 4  # for each thread
 
 
-def copy_together(runs: Array) -> None:
-    """Do all copies of an array of RUN.
+def copy_together(runs: Array, held: HeldRuns | None = None) -> None:
+    """Do all copies of an array of RUN; not of what is at its place already, as far as `held` knows that.
 
     This thread works, too, so it does not wait for helpers that get no core. After an interrupt no thread uses the
     memory any more.
@@ -40,7 +41,7 @@ def copy_together(runs: Array) -> None:
                 first, end = batches.popleft()
             except IndexError:
                 return
-            copy_runs(runs[first:end])
+            copy_runs(runs[first:end]) if held is None else held.update(runs, first, end)
 
     helpers = [JoinableThread(work, "ckpt-stage") for _ in range(min(threads, len(batches)) - 1)]
     try:

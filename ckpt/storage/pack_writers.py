@@ -79,7 +79,7 @@ class FileJob:
 
     `memory` is writable and consists of whole pages. Its inner chunks begin at `starts` and have `sizes` bytes. Behind
     each is its checksum if it is `checksummed`, else room for it. If there are chunks `to_compress`, all are, and the
-    file consists of these instead.
+    file consists of these instead. `content` is a name for the bytes of this file: the same name, the same bytes.
     """
 
     number: int
@@ -89,6 +89,7 @@ class FileJob:
     sizes: Array
     checksummed: Array
     to_compress: Sequence[ChunkToCompress] = ()
+    content: bytes | None = None
 
     def checksums(self) -> bytes:
         """Fill in the checksums that are missing, and return all, in order. Not of chunks to compress."""
@@ -132,16 +133,16 @@ class PackWriter:
         return WrittenFile(job.number, job.nbytes, checksum)
 
     def link(self, number: int, folder: str, expected: FileIdentity) -> bool:
-        """Let a file of the pack be the `expected` one with this name in the step at `folder`; see `files.link`."""
+        """Let a file of the pack be the `expected` one with this name in the step at `folder`; see `files.link`.
+
+        That file is durable, and `finish` syncs the directory with its new name.
+        """
         name = pack_file(self._rank, number)
         try:
-            path, _ = self._place(name)
+            self._place(name)
         except StorageError:
             return False  # `write` tries again, where that may help
-        is_linked = link(folder, name, self._root, expected)
-        if is_linked:
-            self._files.append(path)
-        return is_linked
+        return link(folder, name, self._root, expected)
 
     def identity(self, number: int) -> FileIdentity | None:
         """Return the identity of a file of the pack. StorageError if it cannot be looked at."""

@@ -1,13 +1,15 @@
 """Link the files of a pack that hold the same as in the step before, instead of writing them.
 
     checksums of the file as in the newest step?              no   ─▶ written
-    digest of its bytes as in the newest step?                no, or none was made then   ─▶ written
+    name or digest of its bytes as in the newest step?        no, or none was made then   ─▶ written
     its file there the one that this process has written?     no   ─▶ written
     link(2)                                                   fails   ─▶ written
 
 So a file that changes costs a comparison of checksums, and one that does not is linked from the third save on. The
-checksums alone prove nothing: they have 32 bits. The digest does (see `ckpt.native.digest`). What is known of files is
-in the memory of the writer process: after its death everything is written anew.
+checksums alone prove nothing: they have 32 bits. The digest does (see `ckpt.native.digest`). A file from the memory of
+a CPU has a name for its bytes from the trainer (see `ckpt.staging.held_runs`): then these are compared, and the writer
+reads none of the bytes. What is known of files is in the memory of the writer process: after its death everything is
+written anew.
 
 A linked file is whole in both steps, whichever is removed first, but it is one copy of the bytes: if the device loses
 it, both steps are damaged. Therefore it is written again after `_MOST_STEPS` steps. Nothing writes to a file that has
@@ -38,11 +40,12 @@ _SAMPLE_BYTES = 64
 class _StepFile:
     """A file of the newest step. `sample` differs if its content does, mostly; `digest` always, if there is one.
 
-    It has been linked `links` times. Without `identity` it cannot be.
+    The name of the content, if it has one, is the digest; then there is no sample. The file has been linked `links`
+    times. Without `identity` it cannot be.
     """
 
     written: WrittenFile
-    sample: bytes
+    sample: bytes | None
     digest: bytes | None
     links: int
     identity: FileIdentity | None = None
@@ -68,10 +71,11 @@ class UnchangedFiles:
         """Link or write one file. `StorageError` as `PackWriter.write`. Any thread."""
         if self._plan is None:
             return writer.write(job)
-        sample, made, links = _sample(job), None, job.number * _SPREAD % _MOST_STEPS
+        content = job.content if job.checksummed.all() else None  # a link would leave the others without
+        sample, made, links = None if content else _sample(job), content, job.number * _SPREAD % _MOST_STEPS
         before = self._published.get(job.number)
         if before is not None and before.sample == sample:
-            made = digest(job.memory, self._key)
+            made = content or digest(job.memory, self._key)
             if made == before.digest and before.identity is not None:
                 links = before.links + 1
                 if links <= _MOST_STEPS and writer.link(job.number, self._folder, before.identity):

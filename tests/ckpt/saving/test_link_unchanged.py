@@ -1,5 +1,6 @@
 """Saves that link the files that did not change: each step has its own values, whatever becomes of the others."""
 
+import ctypes
 import os
 import random
 import shutil
@@ -15,6 +16,9 @@ from ckpt import native
 from ckpt.errors import CheckpointError
 from ckpt.events import SavePublished
 from ckpt.saving import write
+from ckpt.staging import copy as staging_copy
+from ckpt.staging import held_runs, runs
+from ckpt.storage import unchanged_files
 from ckpt.storage.names import step_name
 from ckpt.storage.unchanged_files import UnchangedFiles
 from ckpt.validation import validate
@@ -119,6 +123,129 @@ def test_every_step_has_its_own_values(tmp_path: Path, staging: dict[str, Any]) 
             for kept in checkpointer.all_steps():
                 assert _saved(tmp_path, kept) == expected[kept], f"step {kept} after step {step}"
     assert any(_shared(tmp_path, step, step + 1) for step in (22, 23))
+
+
+def _other_data(state: dict[str, Any], name: str) -> None:
+    state["large"][name].data = state["large"][name].data + 1
+
+
+def _other_storage(state: dict[str, Any], name: str) -> None:
+    state["large"][name].set_((state["large"][name] + 1).untyped_storage())
+
+
+def _refilled_storage(state: dict[str, Any], name: str) -> None:
+    """Free the memory, and put other values into new memory, most likely at the same address."""
+    values = (state["large"][name] + 1).tolist()
+    state["large"][name] = None
+    state["large"][name] = torch.tensor(values)
+
+
+def _by_address(state: dict[str, Any], name: str) -> None:
+    """As a library does that PyTorch knows nothing of."""
+    tensor = state["large"][name]
+    byte = ctypes.c_uint8.from_address(tensor.data_ptr() + tensor.nbytes - 3)
+    byte.value ^= 1
+
+
+def _other_stride(state: dict[str, Any], name: str) -> None:
+    """Every second element of a tensor is not copied as a run of memory; later it may be one again."""
+    tensor = state["large"][name]
+    state["large"][name] = torch.stack([tensor, tensor + 1], 1)[:, 1]
+
+
+def _contiguous(state: dict[str, Any], name: str) -> None:
+    state["large"][name] = state["large"][name].contiguous()
+
+
+def _swapped(state: dict[str, Any], name: str) -> None:
+    large = state["large"]
+    large[name], large["layer0"] = large["layer0"], large[name]
+
+
+_REPLACED = (_other_data, _other_storage, _refilled_storage, _by_address, _other_stride, _contiguous, _swapped)
+
+
+@pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize("snapshots", [None, 1], ids=["one slot", "slots in turns"])
+def test_replaced_memory_is_noticed(tmp_path: Path, snapshots: int | None) -> None:
+    draw, state, used = random.Random(6), _state(), set()
+    staging = ckpt.Staging(file_bytes=_FILE_BYTES, threads=2, link_unchanged=True)
+    with ckpt.Checkpointer(tmp_path, keep=2, staging=staging, snapshots=snapshots) as checkpointer:
+        for step in range(1, 40):
+            if step % 3 == 0:
+                change = _REPLACED[step // 3 % len(_REPLACED)]
+                name = draw.choice([n for n, t in state["large"].items() if t.is_contiguous()] or ["layer0"])
+                if change is _contiguous:
+                    for each in state["large"]:
+                        change(state, each)
+                else:
+                    change(state, name)
+            _train(state)
+            request = checkpointer.save_request(state, step)
+            used.add(request.async_fn.task.region.region_id)
+            request.execute_sync()
+            request.execute_finalize_fns()
+            assert _saved(tmp_path, step) == _bits(state), f"step {step}"
+    assert len(used) == (1 if snapshots is None else 2)
+    assert _shared(tmp_path, 38, 39)
+
+
+@pytest.mark.skipif(not native.can_look(), reason="the compiled functions know what is in a slot")
+@pytest.mark.usefixtures("_here")
+def test_what_does_not_change_is_not_copied_and_not_read_by_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, digests = [], []
+
+    def copy(runs: Any, held: held_runs.HeldRuns) -> None:
+        copy_together(runs, held)
+        copied.append(int(runs["bytes"][held.records["is_same"] == 0].sum()))
+
+    copy_together = runs.copy_together
+    monkeypatch.setattr(staging_copy, "copy_together", copy)
+    monkeypatch.setattr(unchanged_files, "digest", lambda *of: digests.append(of) or native.digest(*of))
+    state = _state()
+    with _opened(tmp_path) as checkpointer:
+        for step in range(1, 6):
+            _train(state)
+            save_here(checkpointer, state, step)
+    all_bytes, small = (sum(t.nbytes for t in state[key].values()) for key in ("large", "adapters"))
+    assert copied[:2] >= [all_bytes] * 2
+    assert all(small <= nbytes < all_bytes / 100 for nbytes in copied[2:])
+    assert not digests
+    assert len(_shared(tmp_path, 4, 5)) == 3
+
+
+@pytest.mark.usefixtures("_here")
+def test_an_interrupted_save_leaves_what_is_known_of_memory_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of what changed was copied over what the step before had there. Then it changes back."""
+    monkeypatch.setattr(runs, "_LEAST_BATCH_BYTES", 10_000)
+    monkeypatch.setattr(runs, "_THREAD_BYTES", 1 << 30)
+    state, calls = _state(), []
+
+    def interrupted(*of: Any) -> None:
+        calls.append(of)
+        if len(calls) == 3:
+            raise MemoryError("in the middle of the copies")
+        native.update_runs(*of)
+
+    with _opened(tmp_path) as checkpointer:
+        for step in range(1, 4):
+            save_here(checkpointer, state, step)
+        before = _bits(state)
+        for tensor in state["large"].values():
+            tensor += 1
+        monkeypatch.setattr(held_runs, "update_runs", interrupted)
+        with pytest.raises(CheckpointError, match="in the middle of the copies"):
+            save_here(checkpointer, state, 4)
+        for tensor in state["large"].values():
+            tensor -= 1
+        for step in (5, 6, 7):
+            save_here(checkpointer, state, step)
+            assert _saved(tmp_path, step) == _bits(state) == before
+    assert len(_shared(tmp_path, 6, 7)) == 4
 
 
 @pytest.mark.usefixtures("_here")
@@ -249,7 +376,7 @@ def test_killed_between_links_and_the_record(tmp_path: Path) -> None:
             assert _saved(tmp_path, step) == _bits(state)
         assert len(_shared(tmp_path, 6, 7)) == 3
     assert not list((tmp_path / ".pending").iterdir())
-    assert all(path.stat().st_nlink == 2 for path in (tmp_path / step_name(7)).rglob("rank_*_000"))
+    assert all(path.stat().st_nlink == 3 for path in (tmp_path / step_name(7)).rglob("rank_*_000"))
 
 
 def test_where_files_cannot_be_linked(tmp_path: Path) -> None:
