@@ -10,6 +10,7 @@ take most of the time of a save. Runs in the trainer.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -65,8 +66,9 @@ class _Kind(IntEnum):
     MODULE = 6
     ASKED = 7
     ABSENT = 8
-    UNKNOWN = 9
-    EACH = 10  # the type does not tell
+    DTENSOR = 9
+    UNKNOWN = 10
+    EACH = 11  # the type does not tell
 
 
 _MARKS = tuple(range(_Kind.UNKNOWN))
@@ -80,28 +82,34 @@ class StateLook:
     """The result of one look at `state`. `ask` returns the state dicts of objects, and what it raises is raised.
 
     With the structure of another state, `is_known` says whether this one has the same; otherwise, whether it can be
-    compared with later ones, and `structure` is to be given to those looks. It cannot with tensors that are not plain.
-    `parts` are the other items; only their paths depend on the structure.
+    compared with later ones, and `structure` is to be given to those looks. It cannot with tensors that are neither
+    plain nor DTensors. `tensors` has of a DTensor the local one, and `dtensors` itself. `parts` are the other items; only their paths depend on the structure.
     """
 
     def __init__(self, state: Any, ask: AskState, structure: list[Any] | None = None) -> None:
         self.structure: list[Any] = [] if structure is None else structure
         self.tensors: list[torch.Tensor] = []
+        self.dtensors: list[Any] = []
         self.parts: list[Any] = []
         self.stateful: list[Any] = []
         self._ask_for = ask
         self._before: dict[int, Any] = {}  # state dicts of `stateful`, by number
         self._kinds = dict(_KINDS)
         self._kinds.update(dict.fromkeys(filter(is_registered_value, _CONTAINERS), _Kind.PART))
+        dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        if dtensor is not None:  # else there are none
+            self._kinds[dtensor] = _Kind.DTENSOR
+        self._hooks_known = _hooks_of_fsdp()
         self.is_known = False
         if can_look():
             self.is_known = not look(state, self._arguments(0 if structure else -1)) and bool(self.tensors)
 
     def _arguments(self, at: int) -> dict[str, Any]:
         """Return those of `look`, which compares the structure from `at` on, or makes it if that is -1."""
-        functions = {"kinds": self._kinds, "classify": self._kind_of, "ask": self._ask}
+        functions = {"kinds": self._kinds, "classify": self._kind_of, "ask": self._ask, "call_hooks": self._call_hooks}
         objects = {"marks": _MARKS, "names": _NAMES, "none": None, "dict": dict, "text": str, "number": int}
-        found = {"tensors": self.tensors, "parts": self.parts, "read": self.stateful}
+        objects["local"] = "_local_tensor"
+        found = {"tensors": self.tensors, "dtensors": self.dtensors, "parts": self.parts, "read": self.stateful}
         structure = {"structure": self.structure, "at": at, "length": len(self.structure) if at >= 0 else -1}
         return {**functions, **objects, **found, **structure}
 
@@ -134,6 +142,18 @@ class StateLook:
         before = self._before[len(self.stateful)] = self._ask_for((), stateful)
         self.stateful.append(stateful)
         return recorded_class(stateful, before), before
+
+    def _call_hooks(self, module: torch.nn.Module) -> bool | None:
+        """Call the hooks before the state dict of a module, if these are known to be only of FSDP2; else return None."""
+        hooks = list(module._state_dict_pre_hooks.values())
+        if not all(getattr(hook, "__code__", None) in self._hooks_known for hook in hooks):
+            return None
+        try:
+            for hook in hooks:
+                hook(module, "", False)
+        except Exception:
+            return None  # `state_dict` raises it again
+        return True
 
     def _ask_in_order(self, node: Any, depth: int = 0) -> None:
         """Ask the objects in a part, also those in their state dicts, in the order in which `flatten` does.
@@ -174,7 +194,7 @@ class Names:
 
     def _walk(self, path: Path) -> None:
         match next(self._noted):
-            case _Kind.TENSOR:
+            case _Kind.TENSOR | _Kind.DTENSOR:
                 self.tensors.append(path)
             case _Kind.PART:
                 self.parts.append(path)
@@ -208,6 +228,16 @@ class Names:
 
 def _is_stateful(node: Any) -> bool:
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
+
+
+def _hooks_of_fsdp() -> tuple[Any, ...]:
+    """Return constants of the function that registers hooks of FSDP2 on modules, among them the code of the hook.
+
+    It shards the parameters of the module again, if they are not, and has no other effect.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    register = getattr(getattr(fsdp, "FSDPParamGroup", None), "_register_state_dict_hooks", None)
+    return getattr(getattr(register, "__code__", None), "co_consts", ())
 
 
 def _is_standard(kind: type[Any]) -> bool:

@@ -71,7 +71,10 @@ class DTensors:
 
     def shardings(self, tensors: list[Any]) -> list[Sharding | None]:
         """Return the shardings of many DTensors; None for one that cannot be stored."""
-        return [self._known(*each) for each in map(attrgetter("device_mesh", "placements"), tensors)]
+        specs = list(map(attrgetter("_spec"), tensors))  # many have the same
+        distinct = dict(zip(map(id, specs), specs, strict=True))
+        known = {number: self._known(spec.mesh, spec.placements) for number, spec in distinct.items()}
+        return [known[id(spec)] for spec in specs]
 
     def _known(self, mesh: Any, placements: tuple[Any, ...]) -> Sharding | None:
         types = tuple(map(type, placements))
