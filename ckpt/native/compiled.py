@@ -43,14 +43,17 @@ class _Look(ctypes.Structure):
     """The arguments of `ckpt_look`, as in look.c."""
 
     _fields_ = (
-        *((name, ctypes.py_object) for name in ("kinds", "classify", "ask", "call_hooks")),
+        *((name, ctypes.py_object) for name in ("kinds", "classify", "ask", "call_hook")),
         ("marks", ctypes.py_object * 10),
         ("names", ctypes.py_object * 8),
-        *((name, ctypes.py_object) for name in ("none", "dict", "text", "number", "local")),
-        *((name, ctypes.py_object) for name in ("structure", "tensors", "dtensors", "parts", "read")),
+        *((name, ctypes.py_object) for name in ("none", "dict", "text", "number", "local", "spec")),
+        *((name, ctypes.py_object) for name in ("structure", "tensors", "dtensors", "specs", "parts", "read")),
         ("at", ctypes.c_int64),
         ("length", ctypes.c_int64),
         ("calls", ctypes.c_int64),
+        ("hook_calls", ctypes.c_int64),
+        ("hook", ctypes.c_void_p),
+        ("last_spec", ctypes.c_void_p),
         ("types", ctypes.c_void_p * _TYPES),
         ("codes", ctypes.c_int64 * _TYPES),
     )

@@ -48,16 +48,20 @@ struct look {
     object *kinds;    /* dict of the kinds of types. If it has none, or EACH, `classify` is asked for each object. */
     object *classify; /* returns the kind of an object */
     object *ask;      /* returns what is to be compared of an object, and its state dict */
-    object *call_hooks; /* calls the hooks before the state dict of a module; returns None if they are not known */
+    object *call_hook; /* calls the hook before the state dict of a module; returns None if it is not a known one */
     object *marks[KINDS]; /* the kinds as Python's numbers */
     object *names[NAMES];
     object *none, *dict, *text, *number; /* None, and types: dict, and those of keys */
-    object *local;                /* the name of the tensor in a DTensor */
+    object *local, *spec;         /* names of what is in a DTensor */
     object *structure;            /* list: what is found is appended, or compared with it */
-    object *tensors, *dtensors, *parts, *read; /* lists of what is found. `read` has the modules that were not asked;
-                                                  of a DTensor, `tensors` has the local one. */
+    /* Lists of what is found. Of a DTensor, `tensors` has the local one; `specs` has those that are not the one before.
+     * `read` has the modules that were not asked. */
+    object *tensors, *dtensors, *specs, *parts, *read;
     int64_t at, length;             /* of the structure, if it is compared; else -1 */
-    int64_t calls;                  /* of `classify`, `ask` and `call_hooks`, which may change the state */
+    int64_t calls;                  /* of `classify`, `ask` and `call_hook`, which may change the state */
+    int64_t hook_calls;             /* `calls` when `hook` was called */
+    object *hook;                   /* the last one */
+    object *last_spec;
     object *types[SLOTS];           /* some of `kinds`; at first NULL */
     int64_t codes[SLOTS];
 };
@@ -134,11 +138,15 @@ static int take_tensor(struct look *look, int kind, object *tensor) {
     int result = note(look, kind);
     if (result || kind == TENSOR) return result ? result : append(look->tensors, tensor);
     if ((result = append(look->dtensors, tensor))) return result;
-    object *local = PyObject_GenericGetAttr(tensor, look->local);
-    if (!local) return PyErr_Clear(), UNKNOWN;
-    kind = kind_of(look, local);
-    result = kind == TENSOR ? append(look->tensors, local) : kind == FAILED ? FAILED : UNKNOWN;
-    Py_DecRef(local);
+    object *spec = PyObject_GenericGetAttr(tensor, look->spec);
+    object *local = spec ? PyObject_GenericGetAttr(tensor, look->local) : NULL;
+    if (!local) PyErr_Clear(), result = UNKNOWN;
+    if (!result && spec != look->last_spec) result = append(look->specs, look->last_spec = spec);
+    if (!result) result = note_count(look, PyList_Size(look->specs));
+    if (!result) kind = kind_of(look, local);
+    if (!result) result = kind == TENSOR ? append(look->tensors, local) : kind == FAILED ? FAILED : UNKNOWN;
+    if (spec) Py_DecRef(spec);
+    if (local) Py_DecRef(local);
     return result;
 }
 
@@ -146,14 +154,15 @@ static int take_tensor(struct look *look, int kind, object *tensor) {
 
 /* What is read of a module, kept meanwhile: `classify` lets other threads run. */
 struct module {
-    object *attributes, *tables[TABLES];
-    int is_kept, has_pre_hooks;
+    object *attributes, *tables[TABLES], *pre_hook;
+    int is_kept;
 };
 
 static void release(struct module *modules, int count) {
     for (int n = 0; n < count; n++) {
         if (modules[n].attributes) Py_DecRef(modules[n].attributes);
         for (int table = 0; modules[n].is_kept && table < HOOKS; table++) Py_DecRef(modules[n].tables[table]);
+        if (modules[n].pre_hook) Py_DecRef(modules[n].pre_hook);
     }
 }
 
@@ -170,15 +179,16 @@ static int find_tables(struct look *look, struct module *module) {
 
 /* Only tables of types that run no code of a program when they are read. */
 static int check_tables(struct look *look, struct module *module) {
-    intptr_t hooks = PyDict_Size(module->tables[HOOKS]), pre_hooks = PyDict_Size(module->tables[PRE_HOOKS]);
+    intptr_t hooks = PyDict_Size(module->tables[HOOKS]), pre_hooks = PyDict_Size(module->tables[PRE_HOOKS]), at = 0;
     if (hooks < 0 || pre_hooks < 0) PyErr_Clear();
-    if (hooks || pre_hooks < 0) return NO_MODULE;
-    module->has_pre_hooks = pre_hooks > 0;
+    if (hooks || pre_hooks < 0 || pre_hooks > 1) return NO_MODULE;
     if (type_of(module->tables[SKIPPED]) != &PySet_Type) return NO_MODULE;
     for (int table = PARAMETERS; table <= MODULES; table++)
         if (type_of(module->tables[table]) != look->dict) return NO_MODULE;
     for (int table = PARAMETERS; table < HOOKS; table++) Py_IncRef(module->tables[table]);
     module->is_kept = 1;
+    object *key, *hook;
+    if (pre_hooks && PyDict_Next(module->tables[PRE_HOOKS], &at, &key, &hook)) Py_IncRef(module->pre_hook = hook);
     prefetch_inner(module->tables[PARAMETERS], 2);
     return FINE;
 }
@@ -219,13 +229,17 @@ static int take_tensors(struct look *look, object *table, object *skipped) {
     return result;
 }
 
-/* Call the hooks of a module that PyTorch calls before it reads the tables; NO_MODULE if they are not known. */
-static int call_pre_hooks(struct look *look, object *module) {
-    look->calls++;
-    object *called = PyObject_CallFunctionObjArgs(look->call_hooks, module, NULL);
+/* Call the hook that PyTorch calls before it reads the tables of a module; NO_MODULE if it is not a known one. Several
+ * modules have the same, which need not be called again if no other code ran since. */
+static int call_hook(struct look *look, object *hook, object *module) {
+    if (hook == look->hook && look->calls == look->hook_calls) return FINE;
+    object *called = PyObject_CallFunctionObjArgs(look->call_hook, hook, module, NULL);
     if (!called) return FAILED;
     Py_DecRef(called);
-    return called == look->none ? NO_MODULE : FINE;
+    if (called == look->none) return NO_MODULE;
+    look->hook = hook;
+    look->hook_calls = ++look->calls;
+    return FINE;
 }
 
 static int read_modules(struct look *look, object *const *nodes, intptr_t count, int depth);
@@ -256,7 +270,7 @@ static int read_modules(struct look *look, object *const *nodes, intptr_t count,
         result = prepare(look, nodes + first, some, modules);
         for (int n = 0; !result && n < some; n++) {
             object **tables = modules[n].tables;
-            if (modules[n].has_pre_hooks) result = call_pre_hooks(look, nodes[first + n]);
+            if (modules[n].pre_hook) result = call_hook(look, modules[n].pre_hook, nodes[first + n]);
             if (!result) result = take_tensors(look, tables[PARAMETERS], NULL);
             if (!result) result = take_tensors(look, tables[BUFFERS], tables[SKIPPED]);
             if (!result) result = take_modules(look, tables[MODULES], depth);
@@ -269,7 +283,8 @@ static int read_modules(struct look *look, object *const *nodes, intptr_t count,
 /* Read a module without asking it. Where that is impossible, nothing is left of the attempt. */
 static int read_module(struct look *look, object *node, int depth) {
     intptr_t noted = PyList_Size(look->structure), tensors = PyList_Size(look->tensors);
-    intptr_t dtensors = PyList_Size(look->dtensors);
+    intptr_t dtensors = PyList_Size(look->dtensors), specs = PyList_Size(look->specs);
+    object *last_spec = look->last_spec;
     int result = note(look, MODULE);
     if (!result) result = read_modules(look, &node, 1, depth);
     if (!result && PyList_Size(look->tensors) == tensors) result = NO_MODULE; /* its state dict is a value */
@@ -278,6 +293,8 @@ static int read_module(struct look *look, object *node, int depth) {
     if (look->at >= 0) return DIFFERENT;
     if (PyList_SetSlice(look->structure, noted, PyList_Size(look->structure), NULL)) return FAILED;
     if (PyList_SetSlice(look->dtensors, dtensors, PyList_Size(look->dtensors), NULL)) return FAILED;
+    look->last_spec = last_spec;
+    if (PyList_SetSlice(look->specs, specs, PyList_Size(look->specs), NULL)) return FAILED;
     return PyList_SetSlice(look->tensors, tensors, PyList_Size(look->tensors), NULL) ? FAILED : NO_MODULE;
 }
 

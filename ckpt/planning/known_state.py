@@ -143,7 +143,7 @@ class _Known:
         numbered = enumerate(zip(names.tensors, leaves, strict=True))
         return cls(
             look.structure,
-            DTensors().shardings(look.dtensors),
+            DTensors().shardings_of_specs(look.specs),
             records,
             records.are_distinct,
             {p: _KnownLeaf(n, leaf.spec, leaf.boxes, leaf.writeable) for n, (p, leaf) in numbered if p not in aliases},
@@ -170,7 +170,7 @@ class _Known:
         if parts.describe() != self.parts:
             return None
         # Only when all objects have been asked, as one of them may have given tensors of others other memory.
-        if DTensors().shardings(look.dtensors) != self.shardings:
+        if DTensors().shardings_of_specs(look.specs) != self.shardings:
             return None
         records = TensorRecords.of(look.tensors, look.dtensors)
         if records is None or not np.array_equal(records.described, self.records.described):

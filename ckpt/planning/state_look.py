@@ -83,13 +83,15 @@ class StateLook:
 
     With the structure of another state, `is_known` says whether this one has the same; otherwise, whether it can be
     compared with later ones, and `structure` is to be given to those looks. It cannot with tensors that are neither
-    plain nor DTensors. `tensors` has of a DTensor the local one, and `dtensors` itself. `parts` are the other items; only their paths depend on the structure.
+    plain nor DTensors. `tensors` has of a DTensor the local one, `dtensors` itself, and `specs` what PyTorch calls its spec:
+    that of most is the one before, and only those that are not are in the list. `parts` are the other items; only their paths depend on the structure.
     """
 
     def __init__(self, state: Any, ask: AskState, structure: list[Any] | None = None) -> None:
         self.structure: list[Any] = [] if structure is None else structure
         self.tensors: list[torch.Tensor] = []
         self.dtensors: list[Any] = []
+        self.specs: list[Any] = []
         self.parts: list[Any] = []
         self.stateful: list[Any] = []
         self._ask_for = ask
@@ -99,17 +101,18 @@ class StateLook:
         dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
         if dtensor is not None:  # else there are none
             self._kinds[dtensor] = _Kind.DTENSOR
-        self._hooks_known = _hooks_of_fsdp()
+        self._hook_of_fsdp = _hook_of_fsdp()
         self.is_known = False
         if can_look():
             self.is_known = not look(state, self._arguments(0 if structure else -1)) and bool(self.tensors)
 
     def _arguments(self, at: int) -> dict[str, Any]:
         """Return those of `look`, which compares the structure from `at` on, or makes it if that is -1."""
-        functions = {"kinds": self._kinds, "classify": self._kind_of, "ask": self._ask, "call_hooks": self._call_hooks}
+        functions = {"kinds": self._kinds, "classify": self._kind_of, "ask": self._ask, "call_hook": self._call_hook}
         objects = {"marks": _MARKS, "names": _NAMES, "none": None, "dict": dict, "text": str, "number": int}
-        objects["local"] = "_local_tensor"
-        found = {"tensors": self.tensors, "dtensors": self.dtensors, "parts": self.parts, "read": self.stateful}
+        objects |= {"local": "_local_tensor", "spec": "_spec"}
+        found = {"tensors": self.tensors, "dtensors": self.dtensors, "specs": self.specs}
+        found |= {"parts": self.parts, "read": self.stateful}
         structure = {"structure": self.structure, "at": at, "length": len(self.structure) if at >= 0 else -1}
         return {**functions, **objects, **found, **structure}
 
@@ -143,14 +146,12 @@ class StateLook:
         self.stateful.append(stateful)
         return recorded_class(stateful, before), before
 
-    def _call_hooks(self, module: torch.nn.Module) -> bool | None:
-        """Call the hooks before the state dict of a module, if these are known to be only of FSDP2; else return None."""
-        hooks = list(module._state_dict_pre_hooks.values())
-        if not all(getattr(hook, "__code__", None) in self._hooks_known for hook in hooks):
+    def _call_hook(self, hook: Any, module: torch.nn.Module) -> bool | None:
+        """Call the hook before the state dict of a module, if it is that of FSDP2; else return None."""
+        if getattr(hook, "__code__", None) is not self._hook_of_fsdp:
             return None
         try:
-            for hook in hooks:
-                hook(module, "", False)
+            hook(module, "", False)
         except Exception:
             return None  # `state_dict` raises it again
         return True
@@ -194,7 +195,10 @@ class Names:
 
     def _walk(self, path: Path) -> None:
         match next(self._noted):
-            case _Kind.TENSOR | _Kind.DTENSOR:
+            case _Kind.TENSOR:
+                self.tensors.append(path)
+            case _Kind.DTENSOR:
+                next(self._noted)  # which spec
                 self.tensors.append(path)
             case _Kind.PART:
                 self.parts.append(path)
@@ -221,8 +225,10 @@ class Names:
     def _present(self) -> Iterator[str]:
         """Yield the keys of a table of a module whose items are in its state dict."""
         for _ in range(next(self._noted)):
-            key = next(self._noted)
-            if next(self._noted) != _Kind.ABSENT:
+            key, kind = next(self._noted), next(self._noted)
+            if kind == _Kind.DTENSOR:
+                next(self._noted)  # which spec
+            if kind != _Kind.ABSENT:
                 yield key
 
 
@@ -230,14 +236,15 @@ def _is_stateful(node: Any) -> bool:
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
 
 
-def _hooks_of_fsdp() -> tuple[Any, ...]:
-    """Return constants of the function that registers hooks of FSDP2 on modules, among them the code of the hook.
+def _hook_of_fsdp() -> object:
+    """Return the code of the hook that FSDP2 registers on modules with parameters; of no hook if there is none.
 
     It shards the parameters of the module again, if they are not, and has no other effect.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     register = getattr(getattr(fsdp, "FSDPParamGroup", None), "_register_state_dict_hooks", None)
-    return getattr(getattr(register, "__code__", None), "co_consts", ())
+    inner = getattr(getattr(register, "__code__", None), "co_consts", ())
+    return next((code for code in inner if getattr(code, "co_name", None) == "to_sharded_hook"), object())
 
 
 def _is_standard(kind: type[Any]) -> bool:

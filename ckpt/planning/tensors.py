@@ -71,10 +71,11 @@ class DTensors:
 
     def shardings(self, tensors: list[Any]) -> list[Sharding | None]:
         """Return the shardings of many DTensors; None for one that cannot be stored."""
-        specs = list(map(attrgetter("_spec"), tensors))  # many have the same
-        distinct = dict(zip(map(id, specs), specs, strict=True))
-        known = {number: self._known(spec.mesh, spec.placements) for number, spec in distinct.items()}
-        return [known[id(spec)] for spec in specs]
+        return [self._known(*each) for each in map(attrgetter("device_mesh", "placements"), tensors)]
+
+    def shardings_of_specs(self, specs: list[Any]) -> list[Sharding | None]:
+        """Return the shardings of DTensors, given the attributes in which PyTorch notes them."""
+        return [self._known(spec.mesh, spec.placements) for spec in specs]
 
     def _known(self, mesh: Any, placements: tuple[Any, ...]) -> Sharding | None:
         types = tuple(map(type, placements))

@@ -341,3 +341,13 @@ def test_a_hook_that_raises_is_told_with_the_path_of_its_module() -> None:
     group.fsdp_params = [object()]
     with pytest.raises(StateError, match=r"model: .*state_dict failed"):
         states.flatten(state)
+
+
+def test_hooks_that_are_not_of_fsdp_are_called_by_the_module() -> None:
+    """They may do anything, also by the name that the module has. Only then it makes its state dict."""
+    state, prefixes = _training(), list[str]()
+    states = known_states(state)
+    state["model"][1].register_state_dict_pre_hook(lambda module, prefix, keep: prefixes.append(prefix))
+    states.flatten(state)
+    assert prefixes == ["1."]
+    known_states({"first": state["average"], **state})
