@@ -141,9 +141,7 @@ class Compiled:
         self, tensors: list[Any], getters: Array, strided: int, layout: Array, addresses: Array | None, room: Array
     ) -> int:
         to = None if addresses is None else _address(addresses)
-        return int(
-            self._describe(tensors, _address(getters), strided, _address(layout), to, _address(room), len(room))
-        )
+        return int(self._describe(tensors, _address(getters), strided, _address(layout), to, _address(room), len(room)))
 
     def look(self, state: Any, arguments: Mapping[str, Any]) -> int:
         return int(self._look(ctypes.byref(_Look(**arguments)), state))

@@ -83,8 +83,9 @@ class StateLook:
 
     With the structure of another state, `is_known` says whether this one has the same; otherwise, whether it can be
     compared with later ones, and `structure` is to be given to those looks. It cannot with tensors that are neither
-    plain nor DTensors. `tensors` has of a DTensor the local one, `dtensors` itself, and `specs` what PyTorch calls its spec:
-    that of most is the one before, and only those that are not are in the list. `parts` are the other items; only their paths depend on the structure.
+    plain nor DTensors. Of a DTensor, `dtensors` has the object, `tensors` the local tensor, and `specs` its attribute
+    with mesh and placements, unless the DTensor before has the same one. `parts` are the other items; only their paths
+    depend on the structure.
     """
 
     def __init__(self, state: Any, ask: AskState, structure: list[Any] | None = None) -> None:

@@ -38,7 +38,8 @@ class TensorRecords:
     def of(cls, tensors: list[torch.Tensor], dtensors: Sequence[torch.Tensor] = ()) -> TensorRecords | None:
         """Read those of plain tensors. None if one is not strided, or conjugated or negated, or if this is impossible.
 
-        Of DTensors, which have no memory of their own, the sizes and strides are added. It is impossible without compiled code, and with a version of PyTorch that does not have what is needed.
+        Of `dtensors`, which have no memory of their own, the sizes and strides are added. It is impossible without
+        compiled code, and with a version of PyTorch that does not have what is needed.
         """
         interface = _interface()
         return None if interface is None else _read(interface, tensors, dtensors)

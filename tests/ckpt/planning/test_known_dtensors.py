@@ -298,8 +298,8 @@ _CHANGES: dict[str, Callable[[State], Any]] = {
     "no elements inside": _set_local(torch.ones(0, 6)),
     "another class": _other_class,
     "dtype of the module": lambda state: state["model"].to(torch.bfloat16),
-    "a moment in another placement": lambda state: state["optimizer"].state[_first(state)].update(
-        exp_avg=_dtensor(Shard(1), shape=(5, 4), local=torch.ones(5, 1))
+    "a moment in another placement": lambda state: (
+        state["optimizer"].state[_first(state)].update(exp_avg=_dtensor(Shard(1), shape=(5, 4), local=torch.ones(5, 1)))
     ),
     "a moment is whole": lambda state: state["optimizer"].state[_first(state)].update(exp_avg=torch.ones(4, 5)),
     "an object's tensor": lambda state: state["application"].tensors.update(w1=_dtensor(Shard(1), Shard(0))),
