@@ -111,11 +111,11 @@ class StateLook:
         """Return those of `look`, which compares the structure from `at` on, or makes it if that is -1."""
         functions = {"kinds": self._kinds, "classify": self._kind_of, "ask": self._ask, "call_hook": self._call_hook}
         objects = {"marks": _MARKS, "names": _NAMES, "none": None, "dict": dict, "text": str, "number": int}
-        objects |= {"local": "_local_tensor", "spec": "_spec"}
+        attributes = {"local": "_local_tensor", "spec": "_spec"}
         found = {"tensors": self.tensors, "dtensors": self.dtensors, "specs": self.specs}
         found |= {"parts": self.parts, "read": self.stateful}
         structure = {"structure": self.structure, "at": at, "length": len(self.structure) if at >= 0 else -1}
-        return {**functions, **objects, **found, **structure}
+        return {**functions, **objects, **attributes, **found, **structure}
 
     def owners(self, paths: list[Path]) -> list[Owner]:
         """Return the objects, innermost first, given their paths."""

@@ -40,18 +40,20 @@ def _in_threes(count: int) -> Any:
     }
 
 
-def _module(count: int) -> torch.nn.Module:
+def _module(count: int) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, 1, bias=False) for _ in range(count)))
 
 
 def _sharded_module(count: int) -> torch.nn.Module:
     """Return a module of FSDP2, with ten tensors in a group."""
     layers = _module(count)
-    groups = [fully_shard(torch.nn.Sequential(*layers[at : at + 10])) for at in range(0, count, 10)]
-    for group in groups:
-        group.unshard()  # as a forward pass does: from then on there are hooks
-        group.reshard()
-    return fully_shard(torch.nn.Sequential(*groups))
+    model = torch.nn.Sequential(*(layers[at : at + 10] for at in range(0, count, 10)))
+    for group in model:
+        sharded = fully_shard(group)
+        sharded.unshard()  # as a forward pass does: from then on there are hooks
+        sharded.reshard()
+    fully_shard(model)
+    return model
 
 
 def _with_optimizer(count: int, make: Callable[[int], torch.nn.Module]) -> Any:
@@ -87,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure in rounds, and print a table."""
     torch.set_num_threads(1)  # so that all work is done by this thread
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for FSDP2
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         _measure(options)
     finally:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +22,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
+import ckpt
+from ckpt import Checkpointer
 from ckpt.errors import StateError
 from ckpt.planning.flat_state import FlatState
 from ckpt.planning.known_state import KnownStates
 from ckpt.planning.state_dict import flatten
 from ckpt.planning.tensor_records import TensorRecords
 from tests.ckpt.planning.flattening import is_known, known_states, seen
+from tests.support import run_ranks
 
 _RANKS, _RANK = 4, 3
 State = dict[str, Any]
@@ -351,3 +355,40 @@ def test_hooks_that_are_not_of_fsdp_are_called_by_the_module() -> None:
     states.flatten(state)
     assert prefixes == ["1."]
     known_states({"first": state["average"], **state})
+
+
+def _save_while_training(rank: int, world_size: int, root: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(20)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state, states = {"model": model, "optimizer": optimizer}, KnownStates()
+    with Checkpointer(root) as checkpointer:
+        for step in range(1, 6):
+            optimizer.zero_grad()
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            whole = {("model", name): each.full_tensor().clone() for name, each in model.named_parameters()}
+            for number, parameter in enumerate(model.parameters()):
+                moment = optimizer.state[parameter]["exp_avg"]
+                whole["optimizer", "state", number, "exp_avg"] = moment.full_tensor().clone()
+            if step == 4:  # other memory, as after an offload
+                for parameter in model.parameters():
+                    local = parameter._local_tensor
+                    local.data = local.clone()
+            for layer in model if step != 5 else ():
+                layer.unshard()  # as in a forward pass
+            assert (type(states.flatten(state)) is FlatState) == (step == 1)
+            for layer in model if step != 5 else ():
+                layer.unshard()
+            assert checkpointer.save(state, step)
+            with ckpt.open(root, step) as saved:
+                found = {keys: leaf for keys, _, leaf in saved.leaves()}
+                assert all(torch.equal(found[keys].torch(), tensor) for keys, tensor in whole.items()), step
+
+
+def test_each_save_of_sharded_training_has_the_elements_of_its_time(tmp_path: Path) -> None:
+    run_ranks(_save_while_training, 2, tmp_path / "root")
