@@ -157,8 +157,9 @@ def describe_tensors(
     getters: np.ndarray[Any, np.dtype[np.uint64]],
     strided: int,
     layout: np.ndarray[Any, np.dtype[np.uint64]],
-) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], np.ndarray[Any, np.dtype[np.int64]]] | None:
-    """Return the addresses of the elements of tensors, and one array of their dtypes, devices, sizes and strides.
+    addresses: np.ndarray[Any, np.dtype[np.uint64]] | None,
+) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """Return one array of the dtypes, devices, sizes and strides of tensors. Their `addresses` are written, if given.
 
     None if one of them is conjugated or negated, or has another layout than `strided`, and without the compiled
     functions. `getters` are the addresses of functions of libtorch, `layout` where the parts of a tensor are: see
@@ -166,14 +167,13 @@ def describe_tensors(
     """
     if _engine is portable:
         return None
-    addresses = np.empty(len(tensors), np.uint64)
     room = np.empty(_WORDS * len(tensors), np.int64)
     words = _NO_ROOM
     while words == _NO_ROOM:
         words = _engine.describe_tensors(tensors, getters, strided, layout, addresses, room)
         if words == _NO_ROOM:
             room = np.empty(4 * len(room), np.int64)
-    return None if words < 0 else (addresses, room[:words])
+    return None if words < 0 else room[:words]
 
 
 def digest(data: memoryview, key: bytes) -> bytes:

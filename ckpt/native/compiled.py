@@ -43,14 +43,17 @@ class _Look(ctypes.Structure):
     """The arguments of `ckpt_look`, as in look.c."""
 
     _fields_ = (
-        *((name, ctypes.py_object) for name in ("kinds", "classify", "ask")),
-        ("marks", ctypes.py_object * 9),
+        *((name, ctypes.py_object) for name in ("kinds", "classify", "ask", "call_hook")),
+        ("marks", ctypes.py_object * 10),
         ("names", ctypes.py_object * 8),
-        *((name, ctypes.py_object) for name in ("none", "dict", "text", "number")),
-        *((name, ctypes.py_object) for name in ("structure", "tensors", "parts", "read")),
+        *((name, ctypes.py_object) for name in ("none", "dict", "text", "number", "local", "spec")),
+        *((name, ctypes.py_object) for name in ("structure", "tensors", "dtensors", "specs", "parts", "read")),
         ("at", ctypes.c_int64),
         ("length", ctypes.c_int64),
         ("calls", ctypes.c_int64),
+        ("hook_calls", ctypes.c_int64),
+        ("hook", ctypes.c_void_p),
+        ("last_spec", ctypes.c_void_p),
         ("types", ctypes.c_void_p * _TYPES),
         ("codes", ctypes.c_int64 * _TYPES),
     )
@@ -74,6 +77,7 @@ class Compiled:
             ("ckpt_hash", None, pointer, size, pointer, pointer),
             ("ckpt_read_pieces", ctypes.c_int, ctypes.c_int, pointer, size, pointer, size),
             ("ckpt_check_pieces", ctypes.c_int, pointer, size, size, pointer, size),
+            ("ckpt_look_bytes", size),
             ("ckpt_record_bytes", size),
             ("ckpt_update_runs", None, pointer, pointer, pointer, size, pointer, size),
         ):
@@ -81,7 +85,8 @@ class Compiled:
             if function is None:
                 raise ImportError(f"{path} {_OLD}")
             function.restype, function.argtypes = result, arguments
-        if library.ckpt_record_bytes() != HELD.itemsize << 16 | RUN.itemsize << 8 | SEGMENT.itemsize:
+        sizes = library.ckpt_record_bytes(), library.ckpt_look_bytes()
+        if sizes != (HELD.itemsize << 16 | RUN.itemsize << 8 | SEGMENT.itemsize, ctypes.sizeof(_Look)):
             raise ImportError(f"{path} {_OLD}")
         with_lock = ctypes.PyDLL(path)
         try:
@@ -137,10 +142,10 @@ class Compiled:
         return int(found) == 0
 
     def describe_tensors(
-        self, tensors: list[Any], getters: Array, strided: int, layout: Array, addresses: Array, room: Array
+        self, tensors: list[Any], getters: Array, strided: int, layout: Array, addresses: Array | None, room: Array
     ) -> int:
-        arrays = _address(getters), strided, _address(layout), _address(addresses), _address(room)
-        return int(self._describe(tensors, *arrays, len(room)))
+        to = None if addresses is None else _address(addresses)
+        return int(self._describe(tensors, _address(getters), strided, _address(layout), to, _address(room), len(room)))
 
     def look(self, state: Any, arguments: Mapping[str, Any]) -> int:
         return int(self._look(ctypes.byref(_Look(**arguments)), state))

@@ -21,6 +21,7 @@ long PyLong_AsLong(object *);
 object *PyLong_FromSsize_t(intptr_t);
 object *PyObject_CallFunctionObjArgs(object *, ...);
 object *PyObject_CallMethod(object *, const char *, const char *, ...);
+object *PyObject_GenericGetAttr(object *, object *);
 object *PyObject_GenericGetDict(object *, void *);
 int PyObject_RichCompareBool(object *, object *, int);
 int PySequence_Contains(object *, object *);
@@ -31,7 +32,7 @@ void Py_IncRef(object *);
 extern object PySet_Type;
 
 /* The kinds of nodes; those before KINDS are also written into the structure. As `Kind` in state_look.py. */
-enum { TENSOR, PART, DICT, ORDERED, LIST, TUPLE, MODULE, ASKED, ABSENT, KINDS, OTHER = KINDS, EACH };
+enum { TENSOR, PART, DICT, ORDERED, LIST, TUPLE, MODULE, ASKED, ABSENT, DTENSOR, KINDS, OTHER = KINDS, EACH };
 
 /* The results of a look at a node. NO_MODULE says that a module has to be asked. */
 enum { FAILED = -1, FINE, DIFFERENT, UNKNOWN, NO_MODULE };
@@ -47,13 +48,20 @@ struct look {
     object *kinds;    /* dict of the kinds of types. If it has none, or EACH, `classify` is asked for each object. */
     object *classify; /* returns the kind of an object */
     object *ask;      /* returns what is to be compared of an object, and its state dict */
+    object *call_hook; /* calls the hook before the state dict of a module; returns None if it is not a known one */
     object *marks[KINDS]; /* the kinds as Python's numbers */
     object *names[NAMES];
     object *none, *dict, *text, *number; /* None, and types: dict, and those of keys */
+    object *local, *spec;         /* names of what is in a DTensor */
     object *structure;            /* list: what is found is appended, or compared with it */
-    object *tensors, *parts, *read; /* lists of what is found. `read` has the modules that were not asked. */
+    /* Lists of what is found. Of a DTensor, `tensors` has the local one; `specs` has those that are not the one before.
+     * `read` has the modules that were not asked. */
+    object *tensors, *dtensors, *specs, *parts, *read;
     int64_t at, length;             /* of the structure, if it is compared; else -1 */
-    int64_t calls;                  /* of `classify` and `ask`, which may change the state */
+    int64_t calls;                  /* of `classify`, `ask` and `call_hook`, which may change the state */
+    int64_t hook_calls;             /* `calls` when `hook` was called */
+    object *hook;                   /* the last one */
+    object *last_spec;
     object *types[SLOTS];           /* some of `kinds`; at first NULL */
     int64_t codes[SLOTS];
 };
@@ -124,11 +132,29 @@ static int kind_of(struct look *look, object *node) {
     return (int)kind;
 }
 
+/* Take a tensor of a kind; of a DTensor the local one, if that is plain. No code of a program runs before `tensor` is
+ * used for the last time: it may be borrowed. */
+static int take_tensor(struct look *look, int kind, object *tensor) {
+    int result = note(look, kind);
+    if (result || kind == TENSOR) return result ? result : append(look->tensors, tensor);
+    if ((result = append(look->dtensors, tensor))) return result;
+    object *spec = PyObject_GenericGetAttr(tensor, look->spec);
+    object *local = spec ? PyObject_GenericGetAttr(tensor, look->local) : NULL;
+    if (!local) PyErr_Clear(), result = UNKNOWN;
+    if (!result && spec != look->last_spec) result = append(look->specs, look->last_spec = spec);
+    if (!result) result = note_count(look, PyList_Size(look->specs));
+    if (!result) kind = kind_of(look, local);
+    if (!result) result = kind == TENSOR ? append(look->tensors, local) : kind == FAILED ? FAILED : UNKNOWN;
+    if (spec) Py_DecRef(spec);
+    if (local) Py_DecRef(local);
+    return result;
+}
+
 /* ----------------------------------------------------------- modules ----------------------------------------------- */
 
 /* What is read of a module, kept meanwhile: `classify` lets other threads run. */
 struct module {
-    object *attributes, *tables[TABLES];
+    object *attributes, *tables[TABLES], *pre_hook;
     int is_kept;
 };
 
@@ -136,6 +162,7 @@ static void release(struct module *modules, int count) {
     for (int n = 0; n < count; n++) {
         if (modules[n].attributes) Py_DecRef(modules[n].attributes);
         for (int table = 0; modules[n].is_kept && table < HOOKS; table++) Py_DecRef(modules[n].tables[table]);
+        if (modules[n].pre_hook) Py_DecRef(modules[n].pre_hook);
     }
 }
 
@@ -152,16 +179,16 @@ static int find_tables(struct look *look, struct module *module) {
 
 /* Only tables of types that run no code of a program when they are read. */
 static int check_tables(struct look *look, struct module *module) {
-    for (int table = HOOKS; table < TABLES; table++) {
-        intptr_t count = PyDict_Size(module->tables[table]);
-        if (count < 0) PyErr_Clear();
-        if (count) return NO_MODULE;
-    }
+    intptr_t hooks = PyDict_Size(module->tables[HOOKS]), pre_hooks = PyDict_Size(module->tables[PRE_HOOKS]), at = 0;
+    if (hooks < 0 || pre_hooks < 0) PyErr_Clear();
+    if (hooks || pre_hooks < 0 || pre_hooks > 1) return NO_MODULE;
     if (type_of(module->tables[SKIPPED]) != &PySet_Type) return NO_MODULE;
     for (int table = PARAMETERS; table <= MODULES; table++)
         if (type_of(module->tables[table]) != look->dict) return NO_MODULE;
     for (int table = PARAMETERS; table < HOOKS; table++) Py_IncRef(module->tables[table]);
     module->is_kept = 1;
+    object *key, *hook;
+    if (pre_hooks && PyDict_Next(module->tables[PRE_HOOKS], &at, &key, &hook)) Py_IncRef(module->pre_hook = hook);
     prefetch_inner(module->tables[PARAMETERS], 2);
     return FINE;
 }
@@ -194,12 +221,25 @@ static int take_tensors(struct look *look, object *table, object *skipped) {
     for (intptr_t at = 0; count && !result && PyDict_Next(table, &at, &key, &value);) {
         int absent = value == look->none ? 1 : skipped ? PySequence_Contains(skipped, key) : 0;
         if (absent < 0) return FAILED;
-        int kind = absent ? TENSOR : kind_of(look, value);
-        if (kind != TENSOR) return kind == FAILED ? FAILED : NO_MODULE;
-        if ((result = note_key(look, key)) || (result = note(look, absent ? ABSENT : TENSOR))) return result;
-        if (!absent) result = append(look->tensors, value);
+        int kind = absent ? ABSENT : kind_of(look, value);
+        if (!absent && kind != TENSOR && kind != DTENSOR) return kind == FAILED ? FAILED : NO_MODULE;
+        if ((result = note_key(look, key))) return result;
+        result = absent ? note(look, ABSENT) : take_tensor(look, kind, value);
     }
     return result;
+}
+
+/* Call the hook that PyTorch calls before it reads the tables of a module; NO_MODULE if it is not a known one. Several
+ * modules have the same, which need not be called again if no other code ran since. */
+static int call_hook(struct look *look, object *hook, object *module) {
+    if (hook == look->hook && look->calls == look->hook_calls) return FINE;
+    object *called = PyObject_CallFunctionObjArgs(look->call_hook, hook, module, NULL);
+    if (!called) return FAILED;
+    Py_DecRef(called);
+    if (called == look->none) return NO_MODULE;
+    look->hook = hook;
+    look->hook_calls = ++look->calls;
+    return FINE;
 }
 
 static int read_modules(struct look *look, object *const *nodes, intptr_t count, int depth);
@@ -230,7 +270,8 @@ static int read_modules(struct look *look, object *const *nodes, intptr_t count,
         result = prepare(look, nodes + first, some, modules);
         for (int n = 0; !result && n < some; n++) {
             object **tables = modules[n].tables;
-            result = take_tensors(look, tables[PARAMETERS], NULL);
+            if (modules[n].pre_hook) result = call_hook(look, modules[n].pre_hook, nodes[first + n]);
+            if (!result) result = take_tensors(look, tables[PARAMETERS], NULL);
             if (!result) result = take_tensors(look, tables[BUFFERS], tables[SKIPPED]);
             if (!result) result = take_modules(look, tables[MODULES], depth);
         }
@@ -242,6 +283,8 @@ static int read_modules(struct look *look, object *const *nodes, intptr_t count,
 /* Read a module without asking it. Where that is impossible, nothing is left of the attempt. */
 static int read_module(struct look *look, object *node, int depth) {
     intptr_t noted = PyList_Size(look->structure), tensors = PyList_Size(look->tensors);
+    intptr_t dtensors = PyList_Size(look->dtensors), specs = PyList_Size(look->specs);
+    object *last_spec = look->last_spec;
     int result = note(look, MODULE);
     if (!result) result = read_modules(look, &node, 1, depth);
     if (!result && PyList_Size(look->tensors) == tensors) result = NO_MODULE; /* its state dict is a value */
@@ -249,6 +292,9 @@ static int read_module(struct look *look, object *node, int depth) {
     if (result != NO_MODULE) return result;
     if (look->at >= 0) return DIFFERENT;
     if (PyList_SetSlice(look->structure, noted, PyList_Size(look->structure), NULL)) return FAILED;
+    if (PyList_SetSlice(look->dtensors, dtensors, PyList_Size(look->dtensors), NULL)) return FAILED;
+    look->last_spec = last_spec;
+    if (PyList_SetSlice(look->specs, specs, PyList_Size(look->specs), NULL)) return FAILED;
     return PyList_SetSlice(look->tensors, tensors, PyList_Size(look->tensors), NULL) ? FAILED : NO_MODULE;
 }
 
@@ -365,10 +411,9 @@ static int walk(struct look *look, object *node, int depth) {
     }
     if (kind == ASKED) return walk_asked(look, node, depth);
     if (kind < 0 || kind >= KINDS) return kind < 0 ? FAILED : UNKNOWN;
+    if (kind == TENSOR || kind == DTENSOR) return take_tensor(look, kind, node);
     if ((result = note(look, kind))) return result;
     switch (kind) {
-    case TENSOR:
-        return append(look->tensors, node);
     case PART:
         return append(look->parts, node);
     case DICT:
@@ -387,3 +432,6 @@ int ckpt_look(struct look *look, object *state) {
     if (!result && look->at != look->length) return DIFFERENT;
     return result == NO_MODULE ? UNKNOWN : result;
 }
+
+/* The size of the arguments, which Python has to have the same. */
+uint64_t ckpt_look_bytes(void) { return sizeof(struct look); }

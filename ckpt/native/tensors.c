@@ -45,7 +45,7 @@ static void prefetch(object *tensors, int64_t n, int64_t count, const struct lay
             pointer_at(pointer_at(PyList_GetItem(tensors, n + NEAR), layout->implementation), layout->storage));
 }
 
-/* Write the address of the elements of each tensor in a list, and into `described` its dtype, device, number of
+/* Write the address of the elements of each tensor in a list, unless `addresses` is NULL, and into `described` its dtype, device, number of
  * dimensions, sizes and strides. Returns how many words were written to `described`; UNREADABLE if a tensor has not the
  * layout `strided`, or is conjugated or negated; NO_ROOM if there are more than `room`. */
 int64_t ckpt_describe_tensors(object *tensors, const struct getters *get, int32_t strided, const struct layout *layout,
@@ -58,7 +58,7 @@ int64_t ckpt_describe_tensors(object *tensors, const struct getters *get, int32_
         int64_t dim, *sizes, *strides;
         if (*(const uint64_t *)at(pointer_at(tensor, 0), layout->keys) & layout->other_keys) return UNREADABLE;
         if (get->layout(tensor, &code) || code != strided) return UNREADABLE;
-        if (get->data(tensor, addresses + n) || get->dim(tensor, &dim) || get->sizes(tensor, &sizes) ||
+        if ((addresses && get->data(tensor, addresses + n)) || get->dim(tensor, &dim) || get->sizes(tensor, &sizes) ||
             get->strides(tensor, &strides) || get->dtype(tensor, &dtype) ||
             get->device_type(tensor, &device_type) || get->device_index(tensor, &device_index))
             return UNREADABLE;

@@ -24,11 +24,12 @@ import torch
 from ckpt.collection import without_collection
 from ckpt.errors import CheckpointError
 from ckpt.paths import Path
+from ckpt.planning.boxes import Sharding
 from ckpt.planning.description import StateDescription, TensorSpec
 from ckpt.planning.state_dict import FlatState, TensorLeaf, flatten, flatten_parts, state_dict_of
 from ckpt.planning.state_look import Names, StateLook
 from ckpt.planning.tensor_records import TensorRecords
-from ckpt.planning.tensors import LocalBox, without_graph
+from ckpt.planning.tensors import DTensors, LocalBox, without_graph
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _FEW = 64  # tensors that take less time to name again
@@ -103,6 +104,7 @@ class _Known:
     """A state that was flattened, and the look at it. `parts` describes what the look has left to `flatten`."""
 
     structure: list[Any]
+    shardings: list[Sharding | None]
     records: TensorRecords
     are_distinct: bool
     leaves: dict[Path, _KnownLeaf]
@@ -119,7 +121,7 @@ class _Known:
         """Return the known state. None if the look found other leaves than `flatten`, or later ones could."""
         if not look.is_known:
             return None
-        names, records = Names(look.structure), TensorRecords.of(look.tensors)
+        names, records = Names(look.structure), TensorRecords.of(look.tensors, look.dtensors)
         parts = flatten_parts(zip(names.parts, look.parts, strict=True), asked)
         description, of_parts = flat.describe(), parts.describe()
         named, aliases = set(names.tensors), flat.aliases
@@ -136,11 +138,12 @@ class _Known:
             leaves = [flat.tensors[aliases.get(path, path)] for path in names.tensors]
         except KeyError:
             return None
-        if not records.are_equal(TensorRecords.of([leaf.local for leaf in leaves])):
+        if not records.are_equal(TensorRecords.of([leaf.local for leaf in leaves], look.dtensors)):
             return None
         numbered = enumerate(zip(names.tensors, leaves, strict=True))
         return cls(
             look.structure,
+            DTensors().shardings_of_specs(look.specs),
             records,
             records.are_distinct,
             {p: _KnownLeaf(n, leaf.spec, leaf.boxes, leaf.writeable) for n, (p, leaf) in numbered if p not in aliases},
@@ -167,7 +170,9 @@ class _Known:
         if parts.describe() != self.parts:
             return None
         # Only when all objects have been asked, as one of them may have given tensors of others other memory.
-        records = TensorRecords.of(look.tensors)
+        if DTensors().shardings_of_specs(look.specs) != self.shardings:
+            return None
+        records = TensorRecords.of(look.tensors, look.dtensors)
         if records is None or not np.array_equal(records.described, self.records.described):
             return None
         if not np.array_equal(records.addresses, self.records.addresses):

@@ -10,6 +10,7 @@ take most of the time of a save. Runs in the trainer.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -65,8 +66,9 @@ class _Kind(IntEnum):
     MODULE = 6
     ASKED = 7
     ABSENT = 8
-    UNKNOWN = 9
-    EACH = 10  # the type does not tell
+    DTENSOR = 9
+    UNKNOWN = 10
+    EACH = 11  # the type does not tell
 
 
 _MARKS = tuple(range(_Kind.UNKNOWN))
@@ -80,30 +82,40 @@ class StateLook:
     """The result of one look at `state`. `ask` returns the state dicts of objects, and what it raises is raised.
 
     With the structure of another state, `is_known` says whether this one has the same; otherwise, whether it can be
-    compared with later ones, and `structure` is to be given to those looks. It cannot with tensors that are not plain.
-    `parts` are the other items; only their paths depend on the structure.
+    compared with later ones, and `structure` is to be given to those looks. It cannot with tensors that are neither
+    plain nor DTensors. Of a DTensor, `dtensors` has the object, `tensors` the local tensor, and `specs` its attribute
+    with mesh and placements, unless the DTensor before has the same one. `parts` are the other items; only their paths
+    depend on the structure.
     """
 
     def __init__(self, state: Any, ask: AskState, structure: list[Any] | None = None) -> None:
         self.structure: list[Any] = [] if structure is None else structure
         self.tensors: list[torch.Tensor] = []
+        self.dtensors: list[Any] = []
+        self.specs: list[Any] = []
         self.parts: list[Any] = []
         self.stateful: list[Any] = []
         self._ask_for = ask
         self._before: dict[int, Any] = {}  # state dicts of `stateful`, by number
         self._kinds = dict(_KINDS)
         self._kinds.update(dict.fromkeys(filter(is_registered_value, _CONTAINERS), _Kind.PART))
+        dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        if dtensor is not None:  # else there are none
+            self._kinds[dtensor] = _Kind.DTENSOR
+        self._hook_of_fsdp = _hook_of_fsdp()
         self.is_known = False
         if can_look():
             self.is_known = not look(state, self._arguments(0 if structure else -1)) and bool(self.tensors)
 
     def _arguments(self, at: int) -> dict[str, Any]:
         """Return those of `look`, which compares the structure from `at` on, or makes it if that is -1."""
-        functions = {"kinds": self._kinds, "classify": self._kind_of, "ask": self._ask}
+        functions = {"kinds": self._kinds, "classify": self._kind_of, "ask": self._ask, "call_hook": self._call_hook}
         objects = {"marks": _MARKS, "names": _NAMES, "none": None, "dict": dict, "text": str, "number": int}
-        found = {"tensors": self.tensors, "parts": self.parts, "read": self.stateful}
+        attributes = {"local": "_local_tensor", "spec": "_spec"}
+        found = {"tensors": self.tensors, "dtensors": self.dtensors, "specs": self.specs}
+        found |= {"parts": self.parts, "read": self.stateful}
         structure = {"structure": self.structure, "at": at, "length": len(self.structure) if at >= 0 else -1}
-        return {**functions, **objects, **found, **structure}
+        return {**functions, **objects, **attributes, **found, **structure}
 
     def owners(self, paths: list[Path]) -> list[Owner]:
         """Return the objects, innermost first, given their paths."""
@@ -134,6 +146,16 @@ class StateLook:
         before = self._before[len(self.stateful)] = self._ask_for((), stateful)
         self.stateful.append(stateful)
         return recorded_class(stateful, before), before
+
+    def _call_hook(self, hook: Any, module: torch.nn.Module) -> bool | None:
+        """Call the hook before the state dict of a module, if it is that of FSDP2; else return None."""
+        if getattr(hook, "__code__", None) is not self._hook_of_fsdp:
+            return None
+        try:
+            hook(module, "", False)
+        except Exception:
+            return None  # `state_dict` raises it again
+        return True
 
     def _ask_in_order(self, node: Any, depth: int = 0) -> None:
         """Ask the objects in a part, also those in their state dicts, in the order in which `flatten` does.
@@ -176,6 +198,9 @@ class Names:
         match next(self._noted):
             case _Kind.TENSOR:
                 self.tensors.append(path)
+            case _Kind.DTENSOR:
+                next(self._noted)  # which spec
+                self.tensors.append(path)
             case _Kind.PART:
                 self.parts.append(path)
             case _Kind.DICT | _Kind.ORDERED:
@@ -201,13 +226,26 @@ class Names:
     def _present(self) -> Iterator[str]:
         """Yield the keys of a table of a module whose items are in its state dict."""
         for _ in range(next(self._noted)):
-            key = next(self._noted)
-            if next(self._noted) != _Kind.ABSENT:
+            key, kind = next(self._noted), next(self._noted)
+            if kind == _Kind.DTENSOR:
+                next(self._noted)  # which spec
+            if kind != _Kind.ABSENT:
                 yield key
 
 
 def _is_stateful(node: Any) -> bool:
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
+
+
+def _hook_of_fsdp() -> object:
+    """Return the code of the hook that FSDP2 registers on modules with parameters; of no hook if there is none.
+
+    It shards the parameters of the module again, if they are not, and has no other effect.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    register = getattr(getattr(fsdp, "FSDPParamGroup", None), "_register_state_dict_hooks", None)
+    inner = getattr(getattr(register, "__code__", None), "co_consts", ())
+    return next((code for code in inner if getattr(code, "co_name", None) == "to_sharded_hook"), object())
 
 
 def _is_standard(kind: type[Any]) -> bool:

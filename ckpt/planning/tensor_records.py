@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +35,14 @@ class TensorRecords:
     described: Array
 
     @classmethod
-    def of(cls, tensors: list[torch.Tensor]) -> TensorRecords | None:
+    def of(cls, tensors: list[torch.Tensor], dtensors: Sequence[torch.Tensor] = ()) -> TensorRecords | None:
         """Read those of plain tensors. None if one is not strided, or conjugated or negated, or if this is impossible.
 
-        It is impossible without compiled code, and with a version of PyTorch that does not have what is needed.
+        Of `dtensors`, which have no memory of their own, the sizes and strides are added. It is impossible without
+        compiled code, and with a version of PyTorch that does not have what is needed.
         """
         interface = _interface()
-        return None if interface is None else _read(interface, tensors)
+        return None if interface is None else _read(interface, tensors, dtensors)
 
     def are_equal(self, others: TensorRecords | None) -> bool:
         """Whether other tensors have the same records."""
@@ -133,6 +135,13 @@ def _words(address: int, nbytes: int) -> list[int]:
     return list((ctypes.c_uint64 * (nbytes // 8)).from_address(address))
 
 
-def _read(interface: _Interface, tensors: list[torch.Tensor]) -> TensorRecords | None:
-    found = describe_tensors(tensors, interface.getters, interface.strided, interface.layout)
-    return None if found is None else TensorRecords(*found)
+def _read(
+    interface: _Interface, tensors: list[torch.Tensor], dtensors: Sequence[torch.Tensor] = ()
+) -> TensorRecords | None:
+    where = interface.getters, interface.strided, interface.layout
+    addresses = np.empty(len(tensors), np.uint64)
+    described = describe_tensors(tensors, *where, addresses)
+    if described is not None and dtensors:
+        wholes = describe_tensors(list(dtensors), *where, None)
+        described = None if wholes is None else np.concatenate([described, wholes])
+    return None if described is None else TensorRecords(addresses, described)

@@ -73,6 +73,10 @@ class DTensors:
         """Return the shardings of many DTensors; None for one that cannot be stored."""
         return [self._known(*each) for each in map(attrgetter("device_mesh", "placements"), tensors)]
 
+    def shardings_of_specs(self, specs: list[Any]) -> list[Sharding | None]:
+        """Return the shardings of DTensors, given the attributes in which PyTorch notes them."""
+        return [self._known(spec.mesh, spec.placements) for spec in specs]
+
     def _known(self, mesh: Any, placements: tuple[Any, ...]) -> Sharding | None:
         types = tuple(map(type, placements))
         last = self._last

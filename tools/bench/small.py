@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from ckpt import Checkpointer
 from tools.bench.harness import (
@@ -38,13 +40,25 @@ def _in_threes(count: int) -> Any:
     }
 
 
-def _module(count: int) -> torch.nn.Module:
+def _module(count: int) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, 1, bias=False) for _ in range(count)))
 
 
-def _module_with_optimizer(count: int) -> Any:
+def _sharded_module(count: int) -> torch.nn.Module:
+    """Return a module of FSDP2, with ten tensors in a group."""
+    layers = _module(count)
+    model = torch.nn.Sequential(*(layers[at : at + 10] for at in range(0, count, 10)))
+    for group in model:
+        sharded = fully_shard(group)
+        sharded.unshard()  # as a forward pass does: from then on there are hooks
+        sharded.reshard()
+    fully_shard(model)
+    return model
+
+
+def _with_optimizer(count: int, make: Callable[[int], torch.nn.Module]) -> Any:
     """Return a quarter as many parameters. Each has two moments, and a count of steps."""
-    model = _module(count // 4)
+    model = make(count // 4)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -59,7 +73,8 @@ _FORMS: MappingProxyType[str, Callable[[int], Any]] = MappingProxyType(
         "one dict": make_many_small,
         "dicts of three": _in_threes,
         "a module for each": lambda count: {"model": _module(count)},
-        "a module for every fourth, and AdamW": _module_with_optimizer,
+        "a module for every fourth, and AdamW": lambda count: _with_optimizer(count, _module),
+        "the same, sharded by FSDP2": lambda count: _with_optimizer(count, _sharded_module),
     }
 )
 
@@ -74,6 +89,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure in rounds, and print a table."""
     torch.set_num_threads(1)  # so that all work is done by this thread
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        _measure(options)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(options: argparse.Namespace) -> None:
     states = {name: make(options.count) for name, make in _FORMS.items()}
     taken: dict[str, list[float]] = {name: [] for name in states}
     with temporary_folder(options.folder) as folder:

@@ -5,7 +5,6 @@ Every answer is compared with that of `flatten`, which remembers nothing.
 
 import contextlib
 import gc
-import re
 import subprocess
 import sys
 import weakref
@@ -30,6 +29,7 @@ from ckpt.planning.known_state import KnownStates
 from ckpt.planning.state_dict import flatten
 from ckpt.planning.tensor_records import TensorRecords
 from ckpt.saving.stage import Stager
+from tests.ckpt.planning.flattening import is_known, known_states, seen
 
 _COUNT = 70  # more than are named again
 State = dict[str, Any]
@@ -99,64 +99,6 @@ def _training() -> State:
     }
 
 
-def _seen(flat: FlatState) -> dict[str, Any]:
-    """Return everything that a save uses of a state."""
-    paths = tuple(flat.tensors)
-    locals_ = [flat.tensors[path].local for path in paths]
-    fresh = [int(local.data_ptr()) for local in locals_]
-    known = flat.memory_of(paths)
-    if known is not None:
-        assert known[0].tolist() == fresh
-        assert known[1].tolist() == [t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in locals_]
-        assert known[2].tolist() == [local.is_cpu for local in locals_]
-    ours = flat.local_tensors()
-    assert [ours[path].data_ptr() for path in paths] == fresh
-    per_rank = {path for path, leaf in flat.tensors.items() if leaf.spec.per_rank}
-    return {
-        "tensors": {
-            path: (
-                0 if path in per_rank else leaf.local.data_ptr(),  # a state dict may have a new one
-                tuple(leaf.local.shape),
-                leaf.local.stride(),
-                leaf.local.dtype,
-                leaf.local.is_neg(),
-                leaf.local.requires_grad,
-                leaf.spec,
-                leaf.boxes,
-                leaf.writeable,
-                leaf.local.resolve_neg().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
-            )
-            for path, leaf in flat.tensors.items()
-        },
-        "values": {path: (leaf.encoded, leaf.per_rank) for path, leaf in flat.values.items()},
-        "aliases": flat.aliases,
-        "containers": flat.containers,
-        "owners": {owner.path: owner.stateful for owner in flat.owners},
-        "description": flat.describe(),
-    }
-
-
-def _is_known(states: KnownStates, state: Any) -> bool:
-    """Flatten a state, compare the result, and return whether it was recognised."""
-    try:
-        expected = _seen(flatten(state))
-    except StateError as error:
-        with pytest.raises(StateError, match=re.escape(str(error))):
-            states.flatten(state)
-        return False
-    flat = states.flatten(state)
-    assert _seen(flat) == expected
-    return type(flat) is not FlatState
-
-
-def _known(state: Any) -> KnownStates:
-    """Return what knows this state."""
-    states = KnownStates()
-    assert not _is_known(states, state)
-    assert _is_known(states, state)
-    return states
-
-
 _STATES: dict[str, Callable[[], Any]] = {
     "dict": lambda: {"model": _tensors()},
     "dicts of three": lambda: {"s": {number: {key: torch.zeros(2) for key in "abc"} for number in range(_COUNT)}},
@@ -176,11 +118,11 @@ _STATES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", _STATES)
 def test_a_state_is_recognised_while_only_its_elements_change(name: str) -> None:
     state = _STATES[name]()
-    states = _known(state)
+    states = known_states(state)
     for leaf in flatten(state).tensors.values():
         if leaf.local.is_floating_point():
             leaf.local.add_(1)
-    assert _is_known(states, state)
+    assert is_known(states, state)
 
 
 @pytest.mark.parametrize("name", _STATES)
@@ -374,24 +316,24 @@ def _nested(depth: int) -> State:
 
 def test_a_state_that_is_nested_deeply_is_recognised_or_flattened() -> None:
     for depth in (20, 95):
-        _known(_nested(depth))
+        known_states(_nested(depth))
     module = torch.nn.Sequential(*map(torch.nn.Linear, [2] * _COUNT, [3] * _COUNT))
     for depth in range(3):
         module = torch.nn.Sequential(*[torch.nn.Identity()] * depth, module)
-    _known({"model": module})
+    known_states({"model": module})
     for _ in range(120):
         module = torch.nn.Sequential(module)
     states = KnownStates()
-    assert not any(_is_known(states, {"model": module}) for _ in range(2))
+    assert not any(is_known(states, {"model": module}) for _ in range(2))
 
 
 @pytest.mark.parametrize("change", _CHANGES)
 def test_a_change_is_noticed(change: str) -> None:
     state = _training()
-    states = _known(state)
+    states = known_states(state)
     _CHANGES[change](state)
     for _ in range(3):
-        _is_known(states, state)
+        is_known(states, state)
 
 
 @settings(max_examples=25, deadline=None)
@@ -402,39 +344,39 @@ def test_any_changes_between_saves_are_noticed(saves: list[list[str]]) -> None:
         for change in changes:
             with contextlib.suppress(KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError):
                 _CHANGES[change](state)  # which an earlier one may have made impossible
-        _is_known(states, state)
+        is_known(states, state)
 
 
 def test_after_a_change_a_state_is_recognised_again() -> None:
     state = _training()
-    states = _known(state)
+    states = known_states(state)
     state["threes"][3]["d"] = torch.zeros(3)
-    assert not _is_known(states, state)
-    assert _is_known(states, state)
+    assert not is_known(states, state)
+    assert is_known(states, state)
 
 
 def test_a_state_that_is_copied_for_each_save_is_recognised() -> None:
     """Its tensors are at other addresses, and none of them is another name of another one, then as now."""
     state = {"model": _tensors()}
-    states = _known(state)
+    states = known_states(state)
     kept = []
     for _ in range(3):
         copy = {"model": {name: tensor.clone() for name, tensor in state["model"].items()}}
         kept.append(copy)
-        assert _is_known(states, copy)
+        assert is_known(states, copy)
     copy["model"]["layer.7"] = copy["model"]["layer.8"]
-    assert not _is_known(states, copy)
+    assert not is_known(states, copy)
     assert flatten(copy).aliases == states.flatten(copy).aliases != {}
 
 
 def test_an_array_that_becomes_another_name_of_a_tensor_is_noticed() -> None:
     """Arrays are not among what is known, and this one is of the same kind as the one before."""
     state = {"model": {**_tensors(), "w": torch.zeros(3)}, "array": np.ones(3, np.float32)}
-    states = _known(state)
+    states = known_states(state)
     state["array"] = np.full(3, 2, np.float32)
-    assert _is_known(states, state)
+    assert is_known(states, state)
     state["array"] = state["model"]["w"].numpy()
-    assert not _is_known(states, state)
+    assert not is_known(states, state)
     assert states.flatten(state).aliases
 
 
@@ -454,19 +396,19 @@ def test_an_array_that_becomes_another_name_of_a_tensor_is_noticed() -> None:
 )
 def test_what_cannot_be_stored_is_refused_though_the_rest_is_known(make: Callable[[], Any]) -> None:
     state = {"model": _tensors()}
-    states = _known(state)
+    states = known_states(state)
     state["model"]["layer.5"] = make()
     for _ in range(2):
         with pytest.raises(StateError, match=r"layer\.5"):
             states.flatten(state)
     state["model"]["layer.5"] = torch.zeros(3, 4)
-    _is_known(states, state)
+    is_known(states, state)
 
 
 @pytest.mark.parametrize("key", [True, 1.0])
 def test_a_key_that_is_equal_to_another_one_is_refused(key: Any) -> None:
     state = {"model": _tensors(), "numbered": {1: torch.zeros(2)}}
-    states = _known(state)
+    states = known_states(state)
     state["numbered"] = {key: state["numbered"][1]}
     with pytest.raises(StateError, match="numbered: keys must be str or int"):
         states.flatten(state)
@@ -474,7 +416,7 @@ def test_a_key_that_is_equal_to_another_one_is_refused(key: Any) -> None:
 
 def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
     state = {"model": _tensors()}
-    states = _known(state)
+    states = known_states(state)
     state["model"]["layer.5"].untyped_storage().resize_(0)
     with pytest.raises(StateError, match=r"layer\.5.*has no memory"):
         states.flatten(state)
@@ -485,15 +427,15 @@ def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
 )
 def test_a_complex_tensor_that_is_conjugated_is_noticed(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     state = {"model": {**_tensors(), "z": torch.tensor([[1j, 2], [3, 4 - 1j]])}}
-    states = _known(state)
+    states = known_states(state)
     state["model"]["z"].data = change(state["model"]["z"].data)
     for _ in range(3):
-        _is_known(states, state)
+        is_known(states, state)
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
     state: State = {"model": _tensors()}
-    states = _known(state)
+    states = known_states(state)
     state["model"]["a"] = state["model"]["b"] = state
     with pytest.raises(StateError, match="nested deeper"):
         states.flatten(state)
@@ -529,7 +471,7 @@ def test_an_object_that_cannot_be_asked_any_more_is_named() -> None:
 def test_no_tensor_is_kept() -> None:
     """Memory that a program frees between two saves is free."""
     state = _training()
-    states = _known(state)
+    states = known_states(state)
     tensors = [weakref.ref(leaf) for leaf in [*state["average"].values(), *state["model"].parameters()]]
     storages = [weakref.ref(tensor().untyped_storage()) for tensor in tensors]
     state.clear()
@@ -552,7 +494,7 @@ def portable() -> Iterator[None]:
 def test_without_compiled_functions_nothing_is_remembered() -> None:
     state = _training()
     states = KnownStates()
-    assert not any(_is_known(states, state) for _ in range(3))
+    assert not any(is_known(states, state) for _ in range(3))
 
 
 @pytest.mark.parametrize(
@@ -659,7 +601,7 @@ def test_an_object_that_moves_tensors_when_it_is_asked(where: Callable[[Any], An
             return {"moves": 1}
 
     state = {"model": model, "object": where(offloaded := Offloaded())}
-    states = _known(state)
+    states = known_states(state)
     offloaded.moves = True
     for _ in range(3):
         flat = states.flatten(state)
@@ -683,12 +625,12 @@ def test_an_object_that_replaces_tensors_beside_it_when_it_is_asked(make: Callab
             return {"n": 1}
 
     state = {"beside": make([("object", replacing := Replacing()), *_tensors().items()])}
-    states = _known(state)
+    states = known_states(state)
     replacing.beside = state["beside"]
     for _ in range(3):
         flat = states.flatten(state)
         assert all((leaf.local == 7).all() for leaf in flat.tensors.values())
-        assert _seen(flat)
+        assert seen(flat)
 
 
 def test_memory_that_is_replaced_while_a_save_waits_for_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,9 +691,9 @@ def test_hooks_in_a_table_that_says_that_it_is_empty_run() -> None:
     more: State = {}
     model = torch.nn.Sequential(*map(torch.nn.Linear, [2] * _COUNT, [3] * _COUNT))
     model[5]._state_dict_hooks = Hooks({1: lambda module, state_dict, *_: state_dict.update(more)})
-    states = _known({"model": model})
+    states = known_states({"model": model})
     more["more"] = torch.ones(3)
-    assert not _is_known(states, {"model": model})
+    assert not is_known(states, {"model": model})
 
 
 def test_a_class_that_replaces_tensors_while_a_module_is_read() -> None:
