@@ -112,11 +112,7 @@ def parse_index(step: str | StepSource) -> CheckpointIndex:
     with well_formed(os.path.join(path, INDEX)):
         packs = _read_packs(source, summary)
         index = CheckpointIndex(source, summary, packs)
-        for array in packs.arrays:
-            if array.rank is None and array.path not in index.tensors:
-                index.tensors[array.path] = StoredTensor(array.meta.dtype, array.tensor_shape, [array])
-            else:
-                _tensor(index, array).boxes.append(array)
+        _add_tensors(index)
     with well_formed(os.path.join(path, "state.json")):
         _add_state(index, read_vouched(source, "state.json", summary["state"]))
     return index
@@ -273,6 +269,16 @@ def _add_state(index: CheckpointIndex, state: dict[str, Any]) -> None:
             before = index.per_rank_containers.setdefault(path, {}).setdefault(owner, container)
         if before is not container:
             raise ValueError(f"the container {display(path)} is recorded twice")
+
+
+def _add_tensors(index: CheckpointIndex) -> None:
+    tensors = index.tensors
+    for array in index.packs.arrays:
+        _, path, meta, _, _, _, shape, rank = array  # one access instead of five
+        if rank is None and path not in tensors:
+            tensors[path] = StoredTensor(meta.dtype, shape, [array])
+        else:
+            _tensor(index, array).boxes.append(array)
 
 
 def _tensor(index: CheckpointIndex, array: StoredArray) -> StoredTensor:

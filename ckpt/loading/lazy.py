@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 import os
@@ -143,16 +144,21 @@ class Checkpoint(Mapping[str, LazyTensor], Uncopied):
         self.values_by_name = {display(path): value for path, value in index.values.items()}
         for path, by_rank in index.per_rank_values.items():
             self.values_by_name |= {f"{display(path)}@rank{rank}": value for rank, value in by_rank.items()}
+        self._tree: StoredTree | None = None  # made by the first `load`
+        self._is_restoring = False
+        self._restored_bytes = 0  # since the restore began
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, StoredTensor]:
+        """The tensors by name, in the order of their names. For `load`, which has their paths, they are not made."""
+        index = self.index
         tensors = {display(path): tensor for path, tensor in index.tensors.items()}
         tensors |= {
             display(path): index.tensors[target] for path, target in index.aliases.items() if target in index.tensors
         }
         for path, own in index.per_rank_tensors.items():
             tensors |= {f"{display(path)}@rank{rank}": tensor for rank, tensor in own.items()}
-        self._tensors = dict(sorted(tensors.items()))
-        self._tree: StoredTree | None = None  # made by the first `load`
-        self._is_restoring = False
-        self._restored_bytes = 0  # since the restore began
+        return dict(sorted(tensors.items()))
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.lazy(name, self._tensors[name])

@@ -98,7 +98,7 @@ def _load(
     else:
         inside = {path for path, container in containers.items() if container.kind == "tensor"}
         parts = {id(each) for path, each in named.items() if path[:-1] in inside}
-        wanted = {id(each): (display(path), each) for path, each in reversed(named.items())}
+        wanted = {id(each): (path, each) for path, each in reversed(named.items())}
         made = read_tensors(index, {key: item for key, item in wanted.items() if key not in parts}, dtype, device)
         made |= read_tensors(index, {key: item for key, item in wanted.items() if key in parts}, None, device)
         checkpoint.check()

@@ -13,6 +13,7 @@ from ckpt.errors import CheckpointError
 from ckpt.loading.bounce_buffer import BouncedRead, as_numpy, read_bounced
 from ckpt.loading.fetch import BoxRead, Fetch
 from ckpt.loading.index import CheckpointIndex, StoredTensor
+from ckpt.paths import Path, display
 from ckpt.planning.boxes import Box
 from ckpt.storage.direct_reads import WholeReads
 from ckpt.storage.dtypes import torch_dtype
@@ -23,39 +24,39 @@ _K = TypeVar("_K")
 
 def read_tensors(
     index: CheckpointIndex,
-    stored: Mapping[_K, tuple[str, StoredTensor]],
+    stored: Mapping[_K, tuple[Path, StoredTensor]],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> dict[_K, torch.Tensor]:
-    """Read whole tensors, which have names for messages, into new ones with the keys given."""
-    with without_collection():
-        made = {key: _new(name, tensor, dtype, device) for key, (name, tensor) in stored.items()}
+    """Read whole tensors, which have paths for messages, into new ones with the keys given."""
+    made: dict[_K, torch.Tensor] = {}
     numbers: list[int] = []
     addresses: list[int] = []
     direct: list[BoxRead] = []
     bounced: list[BouncedRead] = []
-    for (name, tensor), target in zip(stored.values(), made.values(), strict=True):
-        whole = Box.whole(tensor.shape)
-        if not target.is_cpu or target.dtype != torch_dtype(tensor.dtype):
-            bounced.append(BouncedRead(name, tensor, whole, target))
-        elif tensor.boxes[0].is_one_block:
-            numbers.append(tensor.boxes[0].number)
-            addresses.append(target.data_ptr())
-        else:
-            direct.append(BoxRead(name, tensor, whole, as_numpy(target)))
+    with without_collection():
+        for key, (path, tensor) in stored.items():
+            target = made[key] = _new(path, tensor, dtype, device)
+            if not target.is_cpu or target.dtype != torch_dtype(tensor.dtype):
+                bounced.append(BouncedRead(display(path), tensor, Box.whole(tensor.shape), target))
+            elif tensor.boxes[0].is_one_block:
+                numbers.append(tensor.boxes[0].number)
+                addresses.append(target.data_ptr())
+            else:
+                direct.append(BoxRead(display(path), tensor, Box.whole(tensor.shape), as_numpy(target)))
     fetch = _fetch(index)
     fetch.read(direct, WholeReads(np.array(numbers, np.int64), np.array(addresses, np.int64)))
     read_bounced(fetch, bounced)
     return made
 
 
-def _new(name: str, stored: StoredTensor, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.Tensor:
+def _new(path: Path, stored: StoredTensor, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.Tensor:
     as_stored = torch_dtype(stored.dtype)
     convert = dtype is not None and as_stored.is_floating_point and as_stored.itemsize > 1
     try:
         target = torch.empty(stored.shape, dtype=dtype if convert else as_stored, device=device)
     except RuntimeError as error:  # more bytes than there is memory, or a device that is not there
-        raise CheckpointError(f"{name}: no memory for {stored.dtype}{list(stored.shape)}: {error}") from error
+        raise CheckpointError(f"{display(path)}: no memory for {stored.dtype}{list(stored.shape)}: {error}") from error
     if target.is_meta:
         raise ValueError("a tensor on the meta device has no elements to read")
     return target
@@ -69,7 +70,7 @@ def read_tensor(
     device: torch.device | str | None,
 ) -> torch.Tensor:
     """Read a whole tensor; a floating-point one as `dtype`, except float8."""
-    return read_tensors(index, {name: (name, tensor)}, dtype, device)[name]
+    return read_tensors(index, {name: ((name,), tensor)}, dtype, device)[name]
 
 
 def read_into(index: CheckpointIndex, wanted: Iterable[tuple[str, StoredTensor, Box, torch.Tensor]]) -> None:

@@ -6,6 +6,7 @@
 
 #include "crc32c.h"
 #include "digest.h"
+#include "mapped.h"
 
 /* The same fields, in this order, as RUN in record_types.py. Addresses are numbers there. */
 struct run {
@@ -101,10 +102,12 @@ struct segment {
     uint64_t base, block_bytes, at, to, bytes, rows, at_step, to_step;
 };
 
-/* The segments that are left: of the next one `row` rows are read, and `done` bytes of the next row. */
+/* The segments that are left: of the next one `row` rows are read, and `done` bytes of the next row. Of data that
+ * `may_change` meanwhile, each byte is read once: what is checked is what is copied. */
 struct segments {
     const struct segment *next, *end;
     uint64_t row, done;
+    int may_change;
 };
 
 static void skip_empty(struct segments *left) {
@@ -133,7 +136,7 @@ static uint32_t take(struct segments *left, uint32_t crc, const uint8_t *data, u
         const struct segment *segment = left->next;
         uint64_t from = position(left), count = least(segment->bytes - left->done, end - from);
         uint8_t *to = (uint8_t *)(uintptr_t)(segment->to + left->row * segment->to_step + left->done);
-        if (segment->bytes < SHORT_ROW) {
+        if (segment->bytes < SHORT_ROW && !left->may_change) {
             if (checked < end) crc = ckpt_crc32c(crc, data + (checked - at), end - checked);
             checked = end;
         }
@@ -212,6 +215,36 @@ static int read_block(struct window *window, struct segments *left) {
     return found == expected ? 0 : BLOCK_DIFFERS;
 }
 
+/* Read the segments that are left, through the window. */
+static int read_all(struct window *window, struct segments *left) {
+    int error = 0;
+    for (skip_empty(left); !error && left->next < left->end;) error = read_block(window, left);
+    ckpt_crc32c_copied();
+    return error;
+}
+
+static int read_mapped(void *segments, const uint8_t *data, uint64_t start, uint64_t bytes) {
+    struct window window = {-1, 1, (uint8_t *)(uintptr_t)data, bytes, start, bytes};
+    return read_all(&window, segments);
+}
+
+/* Where the blocks of segments begin and end in the file. Returns whether to read them from a map: not if the segments are
+ * far apart, have short rows apart from each other, which take less time from a buffer (see `take`), or if checksums take
+ * longer than the kernel's copy. */
+static int is_for_map(const struct segment *segments, uint64_t count, uint64_t *start, uint64_t *end) {
+    uint64_t wanted = 0;
+    *start = UINT64_MAX, *end = 0;
+    for (const struct segment *segment = segments; segment < segments + count; segment++) {
+        if (!segment->bytes || !segment->rows) continue;
+        if (segment->rows > 1 && segment->bytes < SHORT_ROW) return 0;
+        *start = least(*start, block_start(segment, segment->at));
+        *end = block_start(segment, segment->at + (segment->rows - 1) * segment->at_step + segment->bytes - 1);
+        *end += segment->block_bytes + CHECKSUM_BYTES;
+        wanted += segment->bytes * segment->rows;
+    }
+    return wanted > (*end - *start) / 2 && ckpt_crc32c_level() > 0;
+}
+
 /* Read `count` segments of a file. They are in order and do not overlap, also if all between the first and the last row
  * of one is counted to it. Each block that they touch is read once, as a whole. Returns 0, an errno, BLOCK_ENDS or
  * BLOCK_DIFFERS.
@@ -219,22 +252,21 @@ static int read_block(struct window *window, struct segments *left) {
  * `buffer` is the caller's, one for each thread. It cannot be on the stack, of which a Python thread may have as little
  * as 32 KiB, and allocating it for each call takes longer than a small read. */
 int ckpt_read_pieces(int fd, const struct segment *segments, uint64_t count, uint8_t *buffer, uint64_t buffer_bytes) {
-    struct segments left = {segments, segments + count, 0, 0};
+    struct segments left = {segments, segments + count, 0, 0, 1};
+    uint64_t start, end;
+    int error;
+    if (is_for_map(segments, count, &start, &end) && ckpt_use_mapped(fd, start, end, read_mapped, &left, &error))
+        return error;
+    left = (struct segments){segments, segments + count, 0, 0, 0};
     struct window window = {fd, 0, buffer, buffer_bytes, 0, 0};
-    int error = 0;
-    for (skip_empty(&left); !error && left.next < left.end;) error = read_block(&window, &left);
-    ckpt_crc32c_copied();
-    return error;
+    return read_all(&window, &left);
 }
 
 /* The same for `bytes` bytes of a file that are in memory, the first of them at `start` of the file. */
 int ckpt_check_pieces(uint8_t *data, uint64_t start, uint64_t bytes, const struct segment *segment, uint64_t count) {
-    struct segments left = {segment, segment + count, 0, 0};
+    struct segments left = {segment, segment + count, 0, 0, 0};
     struct window window = {-1, 1, data, bytes, start, bytes};
-    int error = 0;
-    for (skip_empty(&left); !error && left.next < left.end;) error = read_block(&window, &left);
-    ckpt_crc32c_copied();
-    return error;
+    return read_all(&window, &left);
 }
 
 /* The sizes of the records, by which Python checks that it has the same version of them. */

@@ -152,7 +152,7 @@ class PackIndex:
     @functools.cached_property
     def compressed(self) -> bool:
         """Whether any array is compressed: then readers need the part manifests, and sizes of files vary."""
-        return any(array.meta.compression is not None for array in self.arrays)
+        return any(map(attrgetter("meta.compression"), self.arrays))
 
     @functools.cached_property
     def first_copies(self) -> Numbers:
@@ -298,7 +298,7 @@ def _plain_arrays(numbers: list[int], entries: list[Mapping[str, Any]]) -> list[
     shapes, origins = list(map(tuple, shape)), [(0,) * len(each) for each in shape]
     metas = list(map(_checked_meta, dtype, shapes, map(tuple, chunk), repeat(None), repeat(None), origins, shapes))
     rows = zip(numbers, map(tuple, path), metas, region, offset, origins, shapes, repeat(None), strict=False)
-    return list(map(StoredArray._make, rows))
+    return list(map(tuple.__new__, repeat(StoredArray), rows))  # as `_make`, which is a call of Python for each
 
 
 def _array(number: int, entry: Mapping[str, Any], world_size: int) -> StoredArray:

@@ -260,16 +260,19 @@ _NOISE = 2048  # bytes of the counts themselves, which differ from time to time
 
 
 def bytes_read(pack: Pack, *wanted: tuple[int, tuple[int, ...], Any]) -> tuple[int, int]:
-    """Return how many calls of the system a read takes, and how many bytes these return."""
+    """Return how many calls of the system a read takes, and how many bytes these return. Without a map."""
 
     def counts() -> tuple[int, int]:
         found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         return int(found["syscr"]), int(found["rchar"])
 
+    fastest = native.choose(2)
+    native.choose(min(fastest, 0))
     counts()
     first, second = counts(), counts()
     read(pack, *wanted)
     after = counts()
+    native.choose(fastest)
     calls, nbytes = (2 * b - a - c for a, b, c in zip(first, second, (0, 0), strict=True))
     return after[0] - calls, after[1] - nbytes
 
