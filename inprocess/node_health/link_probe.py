@@ -38,8 +38,7 @@ class _Transferrer:
     channel: TransferChannel
     number: int = -1
     seconds: list[float] = field(default_factory=list)  # of the last request
-    why: str = ""  # the last request has failed
-    is_gone: bool = False
+    why: str = ""  # it has failed, and is not used again
 
     def take(self) -> None:
         """Read reports. Does not wait."""
@@ -53,7 +52,6 @@ class _Transferrer:
                 else:
                     self.number, self.why = report.number, report.why
         except (EOFError, PacketError):
-            self.is_gone = True
             code = self.process.poll()
             self.why = self.why or f"its process has ended{'' if code is None else f' with {code}'}"
 
@@ -68,12 +66,18 @@ class _Transferrer:
 class LinkProbe:
     """`count` processes of this node that transfer, one per GPU if there are several. One thread; `close` it.
 
-    A process that has ended, or has not reported the end of its request in time, is replaced by the next `prepare`.
+    A process that has failed, or was late, is replaced by the next `prepare`: torch keeps a part of a group that could
+    not be made.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._processes: list[_Transferrer | None] = [None] * count
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that were started, and not ended since."""
+        return [process.process.pid for process in self._processes if process is not None]
 
     def prepare(self, timeout_s: float) -> str:
         """Wait until all processes are ready; return why they are not, or nothing."""
@@ -85,9 +89,7 @@ class LinkProbe:
         except (OSError, RuntimeError) as error:
             return f"the process that transfers cannot be started: {error}"
         self._wait(0, deadline)
-        late = [
-            process for process in self._processes if process is not None and (process.is_gone or process.number < 0)
-        ]
+        late = [process for process in self._processes if process is not None and (process.why or process.number < 0)]
         self._drop(late)
         return "" if not late else f"not ready: {late[0].why or f'it was not started within {timeout_s:g} s'}"
 
@@ -95,12 +97,12 @@ class LinkProbe:
         """Run a request in each process, which are prepared; return after `limit_s` and seconds at the latest."""
         processes = [process for process in self._processes if process is not None]
         for process, request in zip(processes, requests, strict=True):
-            process.seconds, process.why = [], ""
+            process.seconds.clear()
             process.channel.send(request)
         self._wait(requests[0].number, Deadline(limit_s + _GRACE_S))
         slowest = max((min(process.seconds, default=math.inf) for process in processes), default=math.inf)
         errors = [process.why for process in processes if process.why]
-        self._drop(process for process in processes if process.is_gone or process.number != requests[0].number)
+        self._drop(process for process in processes if process.why or process.number != requests[0].number)
         if slowest < math.inf:
             return TransferTime(slowest)
         return TransferTime(math.inf, errors[0] if errors else f"no transfer has ended within {limit_s:g} s")
@@ -121,7 +123,7 @@ class LinkProbe:
             for process in self._processes:
                 if process is not None:
                     process.take()
-                    if not process.is_gone and process.number < number:
+                    if not process.why and process.number < number:
                         running.append(process)
             if not running or deadline.is_over:
                 return

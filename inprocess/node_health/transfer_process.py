@@ -19,6 +19,8 @@ from inprocess.ipc.packets import PacketError
 from inprocess.ipc.threads import JoinableThread
 from inprocess.node_health.messages import TRANSFERS, MeasureTransfer, TransferChannel, TransferReport
 
+_ENOUGH = 0.1  # part of the limit after which a transfer is not repeated
+
 
 def main(arguments: list[str]) -> int:
     """Serve requests until the launcher closes the connection, or has died. Returns the exit code."""
@@ -58,14 +60,18 @@ def _measure(torch: Any, channel: TransferChannel, request: MeasureTransfer) -> 
     )
     try:
         values = torch.ones(max(1, request.size_bytes // 4), dtype=torch.float32, device=device)
-        for number in range(request.repeats + 1):  # the first makes the connections
+        dist.all_reduce(values[:1])  # makes the connections
+        first = time.monotonic()
+        for _ in range(request.repeats):
             began = time.monotonic()
-            dist.all_reduce(values if number else values[:1])
+            # All ranks must repeat it equally often: one whose time is up says so in the first number.
+            values.fill_(1)[0] = 2 if began - first > _ENOUGH * request.limit_s else 1
+            dist.all_reduce(values)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if number:
-                channel.send(TransferReport(request.number, seconds=time.monotonic() - began))
-            values.fill_(1)
+            channel.send(TransferReport(request.number, seconds=time.monotonic() - began))
+            if values[0] > request.world_size:
+                break
     finally:
         dist.destroy_process_group()
 

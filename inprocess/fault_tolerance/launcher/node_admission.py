@@ -77,17 +77,17 @@ class NodeAdmission:
 
         Takes as long as the checks, whose limits hold. A signal handler may raise meanwhile.
         """
+        if self.is_refused:
+            return self.unfit
         if self._probe is None:
             return None
-        if not self.is_refused:
-            self.unfit = None
-            results = self._probe.run()
-            _log.info("checks of this node: %s", "; ".join(map(str, results)))
-            self._judge([result for result in results if result.is_failure], cycle)
-            self.is_refused = self.unfit is not None
-            reason, self.unfit = self.unfit, self.unfit or self._tolerated
-            return reason
-        return self.unfit
+        self.unfit = None
+        results = self._probe.run()
+        _log.info("checks of this node: %s", "; ".join(map(str, results)))
+        self._judge([result for result in results if result.is_failure], cycle)
+        reason, self.unfit = self.unfit, self.unfit or self._tolerated
+        self.is_refused = reason is not None
+        return reason
 
     def look(self, cycle: int) -> bool:
         """Return whether a check has failed since the last call, while this node worked or waited. Does not wait."""

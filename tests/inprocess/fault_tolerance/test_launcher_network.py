@@ -14,7 +14,7 @@ from tests.inprocess.nodes.network import Network
 from tests.inprocess.nodes.place import Place
 
 PORT = 29400
-CHECK = ("--ft-network-check=true", "--ft-network-check-mb=0.25", "--ft-network-check-timeout=8")
+CHECK = ("--ft-network-check=true", "--ft-network-check-mb=0.25", "--ft-network-check-timeout=20")
 WORKER = """
     say("node", os.environ["TEST_NODE"])
     while not os.path.exists(os.environ["TEST_EVENTS"] + ".go"):
@@ -67,7 +67,8 @@ def test_a_node_whose_link_is_broken_is_named_and_a_spare_takes_its_place(
 ) -> None:
     published = tmp_path / "published"
     network.cut_but(2, PORT)
-    nodes = [start(number, WORKER, "3:4", f"--ft-node-health-publish-dir={published}") for number in range(3)]
+    options = (f"--ft-node-health-publish-dir={published}", "--ft-network-check-timeout=8")
+    nodes = [start(number, WORKER, "3:4", *options) for number in range(3)]
     for each in nodes:
         each.wait_log("the links of 3 nodes are checked", 90)
     spare = start(3, WORKER, "3:4")
@@ -83,4 +84,32 @@ def test_a_node_whose_link_is_broken_is_named_and_a_spare_takes_its_place(
     assert [each.wait(60) for each in (*nodes, spare)] == [0, 0, 0]
     (event,) = map(json.loads, (published / "events.jsonl").read_text().splitlines())
     assert (event["event"], list(event["failed"])) == ("node_unfit", ["network"])
+    assert job.left() == []
+
+
+@pytest.mark.timeout(200)
+def test_a_node_whose_link_is_slow_goes_on_until_a_spare_comes(
+    job: Job, network: Network, start: Callable[..., Launcher], tmp_path: Path
+) -> None:
+    published = tmp_path / "published"
+    options = f"--ft-node-health-publish-dir={published}"
+    network.slow(2, 1000)
+    nodes = [start(number, WORKER, "3:4", options) for number in range(3)]
+    bad = nodes[2]
+    for each in nodes:
+        each.wait_log(rf"the link of node 2 \(node2, launcher {bad.pid}\) is slow: transfers with nodes 0, 1 took", 90)
+        each.wait_log(
+            r"node 2 \(node2, launcher \d+\): the link is slow, and no spare is seen to run: the node goes on"
+        )
+    for number in range(3):
+        job.wait_event(f"cycle 0 rank . node {number}", 60)
+    assert list(json.loads((published / "node2.json").read_text())["failed"]) == ["network"]
+    spare = start(3, WORKER, "3:4", options)
+    assert bad.wait(90) == 0
+    assert "this node is unfit and takes no part: network: transfers with nodes 0, 1" in bad.log()
+    for number in (0, 1, 3):
+        job.wait_event(f"cycle 1 rank . node {number}", 60)
+    job.folder.joinpath("events.go").touch()
+    assert [each.wait(60) for each in (*nodes[:2], spare)] == [0, 0, 0]
+    assert nodes[0].log().count("the network check of 3 nodes took") == 2
     assert job.left() == []
