@@ -1,6 +1,8 @@
 """Launchers on nodes with networks of their own, one of which has a bad link. Needs root."""
 
 import json
+import re
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -8,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.inprocess.fault_tolerance.launching import Job, Launcher
+from tests.inprocess.fault_tolerance.test_launcher_nodes import PROLOGUE, start_nodes
 from tests.inprocess.nodes.lab import why_not
 from tests.inprocess.nodes.names import fresh_prefix, remove_stale
 from tests.inprocess.nodes.network import Network
 from tests.inprocess.nodes.place import Place
+from tests.support.selection import full_only
 
 PORT = 29400
 CHECK = ("--ft-network-check=true", "--ft-network-check-mb=0.25", "--ft-network-check-timeout=20")
@@ -112,4 +116,41 @@ def test_a_node_whose_link_is_slow_goes_on_until_a_spare_comes(
     job.folder.joinpath("events.go").touch()
     assert [each.wait(60) for each in (*nodes[:2], spare)] == [0, 0, 0]
     assert nodes[0].log().count("the network check of 3 nodes took") == 2
+    assert job.left() == []
+
+
+@pytest.mark.timeout(200)
+def test_the_same_nodes_are_checked_again_only_after_a_fault_of_the_network(job: Job) -> None:
+    script = f"""{PROLOGUE}
+    import json
+    message = "ConnectionResetError: a link" if cycle == 0 else "ValueError: a mistake"
+    if cycle < 2 and rank == 1:
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            json.dump({{"message": {{"message": message, "extraInfo": {{"timestamp": "1"}}}}}}, file)
+        sys.exit(1)
+    if cycle < 2:
+        hang()
+    """
+    nodes = start_nodes(job, script, 2, *CHECK)
+    assert [each.wait(150) for each in nodes] == [0, 0]
+    for each in nodes:
+        told = re.findall(r"\| (cycle \d begins|links are not checked again|the network check of 2 nodes)", each.log())
+        checked, again = "the network check of 2 nodes", "links are not checked again"
+        assert told == [checked, "cycle 0 begins", checked, "cycle 1 begins", again, "cycle 2 begins"]
+    assert job.left() == []
+
+
+@full_only
+@pytest.mark.timeout(200)
+def test_a_node_that_dies_while_links_are_checked_is_replaced(job: Job) -> None:
+    first, victim = start_nodes(job, WORKER, 2, *CHECK, nodes="2:3")
+    for each in (first, victim):
+        each.wait_log("the links of 2 nodes are checked", 60)
+    victim.die_with_workers()
+    spare = job.launch(textwrap.dedent(WORKER), *victim.options, env={"TEST_NODE": "2"})
+    first.wait_log("joining the rendezvous again", 90)
+    job.wait_event("rank . node 2", 90)
+    job.folder.joinpath("events.go").touch()
+    assert [first.wait(60), spare.wait(60)] == [0, 0]
+    assert "the network check of 2 nodes took" in spare.log()
     assert job.left() == []
