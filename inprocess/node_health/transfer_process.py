@@ -61,6 +61,8 @@ def _measure(torch: Any, channel: TransferChannel, request: MeasureTransfer) -> 
     try:
         values = torch.ones(max(1, request.size_bytes // 4), dtype=torch.float32, device=device)
         dist.all_reduce(values[:1])  # makes the connections
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         first = time.monotonic()
         for _ in range(request.repeats):
             began = time.monotonic()

@@ -33,6 +33,7 @@ from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.launcher.meeting import Meeting, MeetingError
 from inprocess.fault_tolerance.launcher.node_admission import NodeAdmission
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds
+from inprocess.ipc.deadline import Deadline
 from inprocess.node_health.interface import FAILED, CheckResult
 from inprocess.node_health.link_probe import LinkProbe, TransferTime
 from inprocess.node_health.link_verdict import LinkVerdict, Pair, judge, next_pairs
@@ -194,12 +195,12 @@ class _Stages:
             if not pairs:
                 return
             pair = next((pair for pair in pairs if meeting.node in pair), None)
-            own = TransferTime(math.inf)
+            own, deadline = TransferTime(math.inf), Deadline(_START_S + _GRACE_S)
             if pair is not None or self._stages == 0:  # a node that waits in the first stage starts its processes
                 own = TransferTime(math.inf, self.probe.prepare(_START_S))
             name = f"links/{self._stages}"
             self._stages += 1
-            meeting.gather(f"{name}/ready", "", _START_S + _GRACE_S)
+            meeting.gather(f"{name}/ready", "", deadline.left_s)
             if pair is not None and not own.why:
                 own = self.probe.measure(self._requests(pair), limit_s)
             found = meeting.gather(f"{name}/time", json.dumps(asdict(own)), limit_s + _GRACE_S)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.inprocess.fault_tolerance.launching import Job, Launcher
-from tests.inprocess.fault_tolerance.test_launcher_nodes import PROLOGUE, start_nodes
+from tests.inprocess.fault_tolerance.test_launcher_nodes import PROLOGUE, start_nodes, start_static
 from tests.inprocess.nodes.lab import why_not
 from tests.inprocess.nodes.names import fresh_prefix, remove_stale
 from tests.inprocess.nodes.network import Network
@@ -18,7 +18,12 @@ from tests.inprocess.nodes.place import Place
 from tests.support.selection import full_only
 
 PORT = 29400
-CHECK = ("--ft-network-check=true", "--ft-network-check-mb=0.25", "--ft-network-check-timeout=20")
+CHECK = (
+    "--ft-network-check=true",
+    "--ft-network-check-mb=0.25",
+    "--ft-network-check-timeout=20",
+    "--ft-network-check-factor=10",
+)
 WORKER = """
     say("node", os.environ["TEST_NODE"])
     while not os.path.exists(os.environ["TEST_EVENTS"] + ".go"):
@@ -37,7 +42,7 @@ def network() -> Iterator[Network]:
 
 
 @pytest.fixture
-def start(job: Job, network: Network) -> Callable[..., Launcher]:
+def start_node(job: Job, network: Network) -> Callable[..., Launcher]:
     """Return a function that starts the launcher of a node; node 0 hosts the rendezvous."""
 
     def launch(number: int, script: str, nodes: str, *options: str) -> Launcher:
@@ -67,15 +72,19 @@ def start(job: Job, network: Network) -> Callable[..., Launcher]:
 
 @pytest.mark.timeout(200)
 def test_a_node_whose_link_is_broken_is_named_and_a_spare_takes_its_place(
-    job: Job, network: Network, start: Callable[..., Launcher], tmp_path: Path
+    job: Job, network: Network, start_node: Callable[..., Launcher], tmp_path: Path
 ) -> None:
     published = tmp_path / "published"
     network.cut_but(2, PORT)
-    options = (f"--ft-node-health-publish-dir={published}", "--ft-network-check-timeout=8")
-    nodes = [start(number, WORKER, "3:4", *options) for number in range(3)]
+    options = (
+        f"--ft-node-health-publish-dir={published}",
+        "--ft-network-check-timeout=8",
+        "--ft-network-check-factor=1000",
+    )
+    nodes = [start_node(number, WORKER, "3:4", *options) for number in range(3)]
     for each in nodes:
         each.wait_log("the links of 3 nodes are checked", 90)
-    spare = start(3, WORKER, "3:4")
+    spare = start_node(3, WORKER, "3:4")
     bad = nodes.pop(2)
     for each in nodes:
         each.wait_log(rf"the link of node 2 \(.*, launcher {bad.pid}\) is broken: no transfer with nodes 0, 1", 90)
@@ -93,12 +102,12 @@ def test_a_node_whose_link_is_broken_is_named_and_a_spare_takes_its_place(
 
 @pytest.mark.timeout(200)
 def test_a_node_whose_link_is_slow_goes_on_until_a_spare_comes(
-    job: Job, network: Network, start: Callable[..., Launcher], tmp_path: Path
+    job: Job, network: Network, start_node: Callable[..., Launcher], tmp_path: Path
 ) -> None:
     published = tmp_path / "published"
     options = f"--ft-node-health-publish-dir={published}"
     network.slow(2, 1000)
-    nodes = [start(number, WORKER, "3:4", options) for number in range(3)]
+    nodes = [start_node(number, WORKER, "3:4", options) for number in range(3)]
     bad = nodes[2]
     for each in nodes:
         each.wait_log(rf"the link of node 2 \(node2, launcher {bad.pid}\) is slow: transfers with nodes 0, 1 took", 90)
@@ -108,7 +117,7 @@ def test_a_node_whose_link_is_slow_goes_on_until_a_spare_comes(
     for number in range(3):
         job.wait_event(f"cycle 0 rank . node {number}", 60)
     assert list(json.loads((published / "node2.json").read_text())["failed"]) == ["network"]
-    spare = start(3, WORKER, "3:4", options)
+    spare = start_node(3, WORKER, "3:4", options)
     assert bad.wait(90) == 0
     assert "this node is unfit and takes no part: network: transfers with nodes 0, 1" in bad.log()
     for number in (0, 1, 3):
@@ -120,7 +129,10 @@ def test_a_node_whose_link_is_slow_goes_on_until_a_spare_comes(
 
 
 @pytest.mark.timeout(200)
-def test_the_same_nodes_are_checked_again_only_after_a_fault_of_the_network(job: Job) -> None:
+@pytest.mark.parametrize("start", [start_nodes, pytest.param(start_static, marks=full_only)])
+def test_the_same_nodes_are_checked_again_only_after_a_fault_of_the_network(
+    job: Job, start: Callable[..., list[Launcher]]
+) -> None:
     script = f"""{PROLOGUE}
     import json
     message = "ConnectionResetError: a link" if cycle == 0 else "ValueError: a mistake"
@@ -131,7 +143,7 @@ def test_the_same_nodes_are_checked_again_only_after_a_fault_of_the_network(job:
     if cycle < 2:
         hang()
     """
-    nodes = start_nodes(job, script, 2, *CHECK)
+    nodes = start(job, script, 2, *CHECK, "--max-restarts=3")
     assert [each.wait(150) for each in nodes] == [0, 0]
     for each in nodes:
         told = re.findall(r"\| (cycle \d begins|links are not checked again|the network check of 2 nodes)", each.log())
