@@ -17,6 +17,7 @@ import torch.distributed  # noqa: F401 - here, it is imported before the first f
 
 import ckpt.restart  # noqa: F401
 import inprocess  # noqa: F401
+import tests.inprocess.nodes.fleet_launcher
 import tests.inprocess.nodes.program
 import tests.inprocess.nodes.replicas_program  # noqa: F401
 from tests.inprocess.faults.rank import redirect
@@ -29,12 +30,16 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 @dataclass(frozen=True)
 class Place:
-    """The properties of the processes of a node. `binds` are files that they see instead of others."""
+    """The properties of the processes of a node.
+
+    `binds` are files that they see instead of others, `disks` the sizes of empty disks that are at these paths.
+    """
 
     hostname: str
     network_namespace: str
     control_group: str
     binds: dict[str, str]
+    disks: dict[str, int]
 
     def enter(self) -> None:
         """Move this process, which has one thread, and all that it will start. OSError if that is not allowed."""
@@ -48,6 +53,9 @@ class Place:
         _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount")
         for target, source in self.binds.items():
             _check(libc.mount(source.encode(), target.encode(), None, _MS_BIND, None), f"mount over {target}")
+        for target, size in self.disks.items():
+            options = f"size={size}".encode()
+            _check(libc.mount(b"disk", target.encode(), b"tmpfs", 0, options), f"mount at {target}")
 
 
 def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder: Path) -> int:
