@@ -1,9 +1,9 @@
 """A fleet on one machine: nodes of a laboratory with a `ckpt_launcher` each; so many train, the others are spares.
 
-    fleet = Fleet(lab, training=3, options=["--ft-..."])
-    for node in lab.nodes:
-        fleet.start(node)
-    fleet.wait("reaches 12", [0, 1, 2])
+    fleet = Fleet(lab, 3, "--ft-preload=torch")
+    fleet.hold(12, node=1)
+    fleet.start_all()
+    fleet.wait("reaches 12", fleet.training)
     lab.power_off(1)
     assert fleet.wait_exits([0, 2, 3, 4]) == [0, 0, 0, 0]
 
@@ -25,7 +25,7 @@ from tests.support.template import quick_python
 LIMIT_S = 150.0
 _LAUNCH = "tests.inprocess.nodes.fleet_launcher:launch"
 _PROGRAM = Path(__file__).with_name("fleet_training.py")
-_REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[3]
 _PORT = 29400
 _POLL_S = 0.05
 
@@ -41,15 +41,30 @@ class Said:
 
 
 class Fleet:
-    """The launchers of a laboratory's nodes. `silence_s`: a node that is silent for so long is lost. One thread."""
+    """The launchers of a laboratory's nodes, of which so many train. One thread.
 
-    def __init__(self, lab: Lab, training: int, options: Sequence[str] = (), silence_s: int = 8) -> None:
+    `options` are more of the launcher, `env` variables of all nodes, `env_of` those of single ones. A node that is
+    silent for `silence_s` is lost.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        training: int,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        env_of: Mapping[int, Mapping[str, str]] | None = None,
+        silence_s: int = 8,
+    ) -> None:
         self.lab = lab
+        self._env = env or {}
+        self._env_of = env_of or {}
         self.folder = lab.folder
         self.published = self.folder / "health"
+        self.training, self.spares = list(lab.nodes)[:training], list(lab.nodes)[training:]
         self._launchers: dict[int, Job] = {}
         self._options = [
-            f"--nnodes={training}:{max(training, len(lab.nodes))}",
+            f"--nnodes={training}:{len(lab.nodes)}",
             "--nproc-per-node=1",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={lab.network.addresses[0]}:{_PORT}",
@@ -62,26 +77,24 @@ class Fleet:
         ]
         self._conf = f"keep_alive_interval=1,keep_alive_max_attempt={silence_s}"
 
-    def start(self, node: int, env: Mapping[str, str] | None = None) -> None:
-        """Start the launcher of a node, with these variables, too."""
+    def start(self, node: int) -> None:
+        """Start the launcher of a node."""
         own = [
             f"--rdzv-conf=is_host={'true' if node == 0 else 'false'},{self._conf}",
             f"--local-addr={self.lab.network.addresses[node]}",
         ]
         program = [str(_PROGRAM), str(self.folder), str(LIMIT_S)]
-        variables = {"PYTHON_EXEC": quick_python(), "PYTHONPATH": str(_REPOSITORY), **(env or {})}
-        arguments = [[*self._options, *own, *program]]
-        self._launchers[node] = self.lab.start(_LAUNCH, arguments, nodes=[node], env=variables)
+        env = {"PYTHON_EXEC": quick_python(), "PYTHONPATH": str(REPOSITORY), **self._env, **self._env_of.get(node, {})}
+        self._launchers[node] = self.lab.start(_LAUNCH, [[*self._options, *own, *program]], nodes=[node], env=env)
 
-    def start_in_order(self, training: Iterable[int], spares: Iterable[int], env: Mapping[str, str] | None = None) -> None:
-        """Start nodes that train, and when they do those that are to be their spares."""
-        nodes = list(training)
-        for node in nodes:
-            self.start(node, env)
-        self.wait("from", nodes)
-        for node in spares:
-            self.start(node, env)
-        for node in spares:
+    def start_all(self) -> None:
+        """Start the nodes that are to train, and when they do the others: they wait as spares then."""
+        for node in self.training:
+            self.start(node)
+        self.wait("from", self.training)
+        for node in self.spares:
+            self.start(node)
+        for node in self.spares:
             self.wait_log(node, "this node waits as a spare")
 
     # -- what happens --------------------------------------------------------------------------------------------------

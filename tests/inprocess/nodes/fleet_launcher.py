@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 
 from inprocess.fault_tolerance.launcher import command
@@ -16,6 +17,7 @@ def launch(journal: Journal, arguments: Sequence[str]) -> None:
     for name in _OF_RANKS:  # a launcher is no rank
         os.environ.pop(name, None)
     os.environ["FLEET_LAUNCHER"] = str(os.getpid())
+    sys.path[:0] = [place for place in os.environ.get("PYTHONPATH", "").split(":") if place not in sys.path]
     code = command.run(arguments)
     if code != 0:
         raise SystemExit(code)

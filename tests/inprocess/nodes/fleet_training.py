@@ -1,4 +1,4 @@
-"""The program of the workers of a fleet: a small training with checkpoints. `fleet_training.py FOLDER LIMIT_S`
+"""The program of the workers of a fleet, `fleet_training.py FOLDER LIMIT_S`: a small training with checkpoints.
 
 Into FOLDER/events goes a line for each thing that a rank does, with its node. While there is a file hold.<step>, the
 nodes that it names wait before that step; before, all ranks wait until their saves are published.

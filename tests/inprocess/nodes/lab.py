@@ -60,7 +60,7 @@ class Lab:
     def __init__(self, nursery: Nursery, folder: Path, nodes: int) -> None:
         remove_stale()
         self.folder = folder
-        self.disks: dict[Path, int] = {}  # a disk of its own at this path, of so many bytes, for each program
+        self.disks: dict[int, tuple[Path, int]] = {}  # by node: a disk at this path, with so many bytes, empty
         self.nodes = range(nodes)
         self.jobs: list[Job] = []
         self._etcd: list[subprocess.Popen[bytes]] = []
@@ -202,7 +202,7 @@ class Lab:
     def _place(self, node: int, group: Group) -> Place:
         folder = self._node_folder(node)
         binds = {"/etc/hosts": str(folder / "hosts"), _BOOT_ID: str(folder / "boot_id")}
-        disks = {str(path): size for path, size in self.disks.items()}
+        disks = {str(path): size for path, size in [self.disks[node]]} if node in self.disks else {}
         return Place(f"node{node}", str(self.network.namespace(node)), str(group.path), binds, disks)
 
     def _write_files(self, node: int) -> None:
