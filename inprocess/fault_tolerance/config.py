@@ -66,11 +66,11 @@ _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 class FaultToleranceConfig:
     """All settings. Times in seconds; a limit of None: never late. Do not change it once it is in use.
 
-    Some settings are our own: `enable_gpu_healthcheck`, `storage_min_free_gb`, `max_clock_error`, and `node_health_*`
-    but for the endpoint and the interval. `ladder` says when a late section leads to an in-process restart, under the
-    wrapper: "limit": at its limit; "progress": not while the main thread executes bytecode. `termination_grace_time` is
-    how long a rank may take to end after `rank_termination_signal` before the launcher's monitor sends SIGKILL; the
-    wrapper has an argument of that name. ValueError for an invalid value.
+    Some settings are our own: `enable_gpu_healthcheck`, `storage_min_free_gb`, `max_clock_error`, `network_check*`, and
+    `node_health_*` but for the endpoint and the interval. `ladder` says when a late section leads to an in-process
+    restart, under the wrapper: "limit": at its limit; "progress": not while the main thread executes bytecode.
+    `termination_grace_time` is how long a rank may take to end after `rank_termination_signal` before the launcher's
+    monitor sends SIGKILL; the wrapper has an argument of that name. ValueError for an invalid value.
 
     `segment` is how many nodes of one NVLink domain have contiguous group ranks; only the launcher reads it.
     Settings in `WITHOUT_EFFECT` are only kept, for files that other launchers also read.
@@ -111,6 +111,10 @@ class FaultToleranceConfig:
     node_health_check_timeout: float = 60.0
     node_health_publish_dir: str | None = None
     segment_health_check_dir: str | None = None
+    network_check: bool = False
+    network_check_mb: float = 64.0
+    network_check_timeout: float = 30.0
+    network_check_factor: float = 3.0
     pci_topo_file: str | None = None
     link_down_path_template: str | None = None
     link_state_path_template: str | None = None
@@ -127,10 +131,14 @@ class FaultToleranceConfig:
             "workload_check_interval",
             "node_health_check_interval",
             "node_health_check_timeout",
+            "network_check_mb",
+            "network_check_timeout",
             "safety_factor",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if not self.network_check_factor > 1:
+            raise ValueError(f"network_check_factor must be more than 1, not {self.network_check_factor}")
         if self.segment is not None and self.segment < 1:
             raise ValueError(f"segment must be at least 1, not {self.segment}")
         if self.ladder not in ("limit", "progress"):

@@ -1,4 +1,4 @@
-"""Messages between a launcher and the process that checks its node."""
+"""Messages between a launcher and the processes that check its node and its links."""
 
 from __future__ import annotations
 
@@ -48,3 +48,42 @@ class CheckReport:
 Message = NodeCheckSettings | RunChecks | CheckReport
 HealthChannel = Channel[Message]
 CODEC: Codec[Message] = Codec(*get_args(Message))
+
+
+@dataclass(frozen=True)
+class MeasureTransfer:
+    """Ask for all-reduces with the processes of another node. `number` is that of its reports.
+
+    The processes meet in the store at `host` and `port`, below `prefix`. `device` is the GPU for nccl. `limit_s` is
+    that of each operation.
+    """
+
+    number: int
+    host: str
+    port: int
+    prefix: str
+    rank: int
+    world_size: int
+    backend: str
+    device: int
+    size_bytes: int
+    repeats: int
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """The time of a transfer, or, `is_over`, the end of a request, with the error if there was one.
+
+    `number` 0: the process is ready.
+    """
+
+    number: int
+    seconds: float | None = None
+    is_over: bool = False
+    why: str = ""
+
+
+TransferMessage = MeasureTransfer | TransferReport
+TransferChannel = Channel[TransferMessage]
+TRANSFERS: Codec[TransferMessage] = Codec(*get_args(TransferMessage))

@@ -171,9 +171,12 @@ class LauncherAgent(LocalElasticAgent):
             rounds.meeting.ask_restart(f"a node that has joined is unfit: {reason}")
             return reason
         least = max(self._cycle, rounds.least_cycle())
-        self._cycle = rounds.meeting.agree_on_cycle(least, len(group.workers))
-        rounds.record_cycle(self._cycle)
-        return None
+        network = self._resources.network
+        self._cycle, states = rounds.meeting.agree_on_cycle(least, len(group.workers), network.state())
+        reason = network.refusal(rounds.meeting, states, self._cycle)
+        if reason is None:
+            rounds.record_cycle(self._cycle)
+        return reason
 
     def _closed(self, earlier: Meeting | None) -> LauncherExit:
         if earlier is None:
@@ -219,6 +222,7 @@ class LauncherAgent(LocalElasticAgent):
                 left_early=self._left_early,
                 replace_worker=self._replace_worker,
                 most_replacements=options.max_replacements,
+                note_cause=self._resources.network.note_cause,
             )
 
     def _replace_worker(self, local_rank: int, number: int) -> str:
@@ -306,7 +310,7 @@ class LauncherAgent(LocalElasticAgent):
         set_aside_torn_records(self._pcontext.error_files[local_rank] for local_rank in failed)
         if 0 in failed.values():  # for torch, that worker has succeeded
             failures = failures_of(failed, self._workers, self._worker_group.workers, self._pcontext.error_files)
-            log_cause(failures, self._workers)
+            self._resources.network.note_cause(log_cause(failures, self._workers))
             return CycleEnd(describe_failures(failures), failures=failures, is_ours=True)
         if not ended and self._workers.fds and not self._is_polled:
             return None
@@ -314,7 +318,7 @@ class LauncherAgent(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY:
             return None
         if result.is_failed():  # torch has stopped the others
-            log_cause(result.failures, self._workers)
+            self._resources.network.note_cause(log_cause(result.failures, self._workers))
             return CycleEnd(describe_failures(result.failures), failures=result.failures, is_ours=True)
         return CycleEnd("all workers of this node have ended with 0")
 

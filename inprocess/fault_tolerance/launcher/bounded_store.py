@@ -53,9 +53,12 @@ class BoundedStore(Store):
         self._lost = ""
 
     @property
-    def port(self) -> int | None:
-        """The port of the store's host, as far as it has one."""
-        return getattr(self._inner, "port", None)
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of the store, as far as it has them."""
+        found = self._inner
+        while hasattr(found, "underlying_store"):
+            found = found.underlying_store
+        return (str(found.host), int(found.port)) if hasattr(found, "port") else None
 
     def set(self, key: str, value: Any) -> None:
         """See `torch.distributed.Store`; so for all methods."""

@@ -26,6 +26,7 @@ from inprocess.fault_tolerance.launcher.dynamic_rounds import DynamicRounds, Rou
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, Interrupted, SignalInbox
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
+from inprocess.fault_tolerance.launcher.network_check import NetworkCheck
 from inprocess.fault_tolerance.launcher.node_admission import NodeAdmission
 from inprocess.fault_tolerance.launcher.options import LauncherOptions, parse
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
@@ -86,6 +87,8 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
             return LauncherExit(128 + interrupted.number, f"{interrupted.number.name} before the first rendezvous")
         except RendezvousError as error:
             return LauncherExit(1, f"the rendezvous cannot be joined: {error}")
+        admission = NodeAdmission(options.config, rounds, config.max_nodes - config.min_nodes)
+        stack.callback(admission.close)
         resources = LauncherResources(
             options=options,
             rounds=rounds,
@@ -97,9 +100,9 @@ def _launch(options: LauncherOptions, config: LaunchConfig, command: Any, argume
             progress=TrainingProgressTracker.from_config(options.config),
             gpu_memory=GpuMemory(options.config),
             cycle_logs=logs,
-            admission=NodeAdmission(options.config, rounds, config.max_nodes - config.min_nodes),
+            admission=admission,
+            network=NetworkCheck(options.config, rounds, admission, config.nproc_per_node, _alive_interval_s(config)),
         )
-        stack.callback(resources.admission.close)
         agent = LauncherAgent(
             _known(WorkerSpec, _spec(config, rounds, command, arguments)),
             resources,

@@ -11,6 +11,7 @@ from inprocess.fault_tolerance.launcher.cycle_logs import CycleLogs
 from inprocess.fault_tolerance.launcher.inboxes import ControlInbox, SignalInbox
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit, Meeting
 from inprocess.fault_tolerance.launcher.monitors import RankMonitors
+from inprocess.fault_tolerance.launcher.network_check import NetworkCheck
 from inprocess.fault_tolerance.launcher.node_admission import NodeAdmission
 from inprocess.fault_tolerance.launcher.options import LauncherOptions
 from inprocess.fault_tolerance.launcher.orphans import GpuMemory
@@ -36,6 +37,7 @@ class LauncherResources:
     progress: TrainingProgressTracker
     gpu_memory: GpuMemory
     admission: NodeAdmission
+    network: NetworkCheck
     cycle_logs: CycleLogs | None = None
 
 

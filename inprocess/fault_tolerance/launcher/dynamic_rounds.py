@@ -214,6 +214,12 @@ class DynamicRounds(Rounds):
         """See base class."""
         return PrefixStore("job", self._store)
 
+    @property
+    def store_address(self) -> tuple[str, int] | None:
+        """See base class."""
+        address: tuple[str, int] | None = self._bounded.address
+        return address
+
     def has_spare(self) -> bool:
         """See base class. A spare counts when its count has changed since the first call: it may have died."""
         try:
@@ -229,12 +235,12 @@ class DynamicRounds(Rounds):
 
     def hosts_store(self) -> bool:
         """See base class."""
-        port = self._bounded.port
-        if port is None:
+        address = self.store_address
+        if address is None:
             return False
         process: Any = psutil.Process()
         ask = getattr(process, "net_connections", None) or process.connections  # its name before psutil 6
-        return any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in ask("tcp"))
+        return any(found.status == psutil.CONN_LISTEN and found.laddr.port == address[1] for found in ask("tcp"))
 
     def is_deserted(self) -> bool:
         """See base class. Nodes that are silent count for nothing."""

@@ -1,6 +1,8 @@
 """What the launchers of one cycle tell each other, in the store of its rendezvous.
 
-    cycle/<node>   the number of this cycle on the node: 0 if it is new, else one more than its last; the largest counts
+    cycle/<node>   the number of this cycle on the node: 0 if it is new, else one more than its last; the largest
+                   counts; and the state of its links
+    links/...      the times of transfers between nodes: see `network_check`
     words          how many of these two were announced:
       restart        workers of a node have failed: all nodes end theirs and meet again
       stop           the job is over, with this exit code
@@ -63,22 +65,32 @@ class Meeting:
         """The workers of all nodes."""
         return NodeTable(self._ask, self.node, self.nodes)
 
-    def agree_on_cycle(self, mine: int, workers: int) -> int:
-        """Return the number of this cycle, the same on all nodes; enter this node's `workers` in the table.
+    def agree_on_cycle(self, mine: int, workers: int, said: str = "") -> tuple[int, list[str]]:
+        """Return the number of this cycle, the same on all nodes, and what each node has `said`.
 
-        Waits for them, a minute at most. MeetingError if a node does not come, or has asked for a restart.
+        Enters this node's `workers` in the table. Waits for the others, a minute at most. MeetingError if a node does
+        not come, or has asked for a restart.
         """
         self.table.enter(workers)
+        values = [json.loads(value) for value in self.gather("cycle", json.dumps([mine, said]))]
+        return max(int(number) for number, _ in values), [str(text) for _, text in values]
+
+    def gather(self, name: str, value: str, timeout_s: float = _AGREE_TIMEOUT_S) -> list[str]:
+        """Return the values of all nodes under this name, by node, once each has called this. Each name once.
+
+        MeetingError if one has not after `timeout_s`, or has asked for a restart.
+        """
         if self.nodes == 1:
-            return mine
-        keys = [f"cycle/{node}" for node in range(self.nodes)]
-        self._ask("set", f"cycle/{self.node}", json.dumps(mine))
-        deadline = time.monotonic() + _AGREE_TIMEOUT_S
-        while not self._ask("check", keys):
+            return [value]
+        self._ask("set", f"{name}/{self.node}", value)
+        count = int(self._ask("add", f"{name}/count", 1))  # after the value: a node that sees the count finds it
+        deadline = time.monotonic() + timeout_s
+        while count < self.nodes:
             if self.has_words() or time.monotonic() > deadline:
                 raise MeetingError("a node that has joined the rendezvous does not come")
             time.sleep(_POLL_S)
-        return max(int(json.loads(self._ask("get", key))) for key in keys)
+            count = int(self._ask("add", f"{name}/count", 0))
+        return [found.decode() for found in self._ask("multi_get", [f"{name}/{node}" for node in range(self.nodes)])]
 
     def ask_restart(self, reason: str) -> None:
         """Ask all nodes to end their workers and meet again."""

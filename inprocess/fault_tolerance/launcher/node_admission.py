@@ -59,6 +59,7 @@ class NodeAdmission:
         self._folder = config.node_health_publish_dir
         self.unfit: str | None = None  # which checks have failed since the last rendezvous
         self.is_refused = False  # this node does not join any more
+        self._tolerated: str | None = None  # a failure with which it may join
         self._read = 0  # entries of the store
         self._next_read_s = 0.0
         self._nodes: set[tuple[str, int]] = set()
@@ -86,6 +87,8 @@ class NodeAdmission:
             _log.info("checks of this node: %s", "; ".join(map(str, results)))
             self._judge([result for result in results if result.is_failure], cycle)
             self.is_refused = self.unfit is not None
+            reason, self.unfit = self.unfit, self.unfit or self._tolerated
+            return reason
         return self.unfit
 
     def look(self, cycle: int) -> bool:
@@ -95,7 +98,25 @@ class NodeAdmission:
     def refuse(self) -> str | None:
         """Do not let this node join any more; return why."""
         self.is_refused = True
+        if self._tolerated is not None:
+            self._say(self._tolerated)
         return self.unfit
+
+    def condemn(self, result: CheckResult, cycle: int) -> str:
+        """Do not let this node join `cycle` or later ones because of this failure; return it as a reason."""
+        self._judge([result], cycle)
+        return self.refuse() or result.why
+
+    def pardon(self) -> None:
+        """Forget what was tolerated: it is about to be checked again."""
+        if self._tolerated is not None and not self.is_refused:
+            self.unfit = self._tolerated = None
+
+    def tolerate(self, result: CheckResult, cycle: int, may_leave: bool) -> None:
+        """Publish a failure with which this node takes part, until a spare comes if it `may_leave`."""
+        earlier = self.unfit
+        self._judge([result], cycle, is_told=False)
+        self._tolerated, self.unfit = (self.unfit, self.unfit) if may_leave else (None, earlier)
 
     def exit(self, reason: str) -> LauncherExit:
         """Return how the launcher of this node ends: as an excluded one, or with 1 if the job has too few others."""
@@ -128,12 +149,13 @@ class NodeAdmission:
         if self._probe is not None:
             self._probe.close()
 
-    def _judge(self, failures: Sequence[CheckResult], cycle: int) -> bool:
+    def _judge(self, failures: Sequence[CheckResult], cycle: int, is_told: bool = True) -> bool:
         if not failures:
             return False
         self.unfit = reason = "; ".join(f"{result.name}: {result.why}" for result in failures)
         _log.error("this node is unfit: %s", reason)
-        self._say(reason)
+        if is_told:
+            self._say(reason)
         if self._folder is not None:
             folder = Path(self._folder)
             try:

@@ -75,6 +75,11 @@ class Rounds(RendezvousHandler):
         """The store of the rendezvous for what all rounds have in common; None if it is not known (yet)."""
         return None
 
+    @property
+    def store_address(self) -> tuple[str, int] | None:
+        """Host and port of the store of the rendezvous, by which other processes reach it; None if it has none."""
+        return None
+
     def has_spare(self) -> bool:
         """Whether a node waits that could take the place of this one."""
         return False
@@ -107,6 +112,11 @@ class StaticRounds(Rounds):
     def use_agent_store(self) -> bool:
         """Whether workers use a store that a launcher hosts."""
         return bool(self._inner.use_agent_store)
+
+    @property
+    def store_address(self) -> tuple[str, int] | None:
+        """See base class."""
+        return None if self._base is None else self._base.address
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the next round when all nodes have joined.

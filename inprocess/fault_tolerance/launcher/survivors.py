@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import Worker
 
+from inprocess.attribution import Cause
 from inprocess.fault_tolerance.launcher.count_watch import CountWatch
 from inprocess.fault_tolerance.launcher.cycle import CycleEnd
 from inprocess.fault_tolerance.launcher.meeting import Meeting
@@ -39,7 +40,7 @@ class Survivors:
     `silence_s` is lost. `error_files` are those of torch's workers, by local rank. `replace_worker(local_rank, number)`
     starts the `number`-th replacement of the job, and returns the path of a file that exists once it has joined; it is
     called at most `most_replacements` times. `left_early(local_rank)` tells whether a worker that has ended was in a
-    call of the wrapper.
+    call of the wrapper. `note_cause` is called with the cause of each loss.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Survivors:
         left_early: Callable[[int], bool],
         replace_worker: Callable[[int, int], str],
         most_replacements: int,
+        note_cause: Callable[[Cause | None], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failures: dict[int, Any] = {}  # torch's, by rank
@@ -67,6 +69,7 @@ class Survivors:
         self._left_early = left_early
         self._start_process = replace_worker
         self._replacements_left = most_replacements
+        self._note_cause = note_cause
         self._waiting: dict[int, str] = {}  # replacements that have not joined: local rank -> file
         self._is_complete = False  # a worker has ended with 0, so there is no restart any more
         self._clock = clock
@@ -92,7 +95,7 @@ class Survivors:
             end_orphans([self._processes.pids[local_rank] for local_rank in lost])
             self._report_lost(len(lost))
             self._come_back()
-            log_cause(failures, self._processes)
+            self._note_cause(log_cause(failures, self._processes))
             end = self._count_left(describe_failures(failures))
             if end is not None:
                 return end

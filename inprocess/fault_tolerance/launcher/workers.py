@@ -16,6 +16,7 @@ from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 
+from inprocess.attribution import Cause
 from inprocess.fault_tolerance.launcher.worker_causes import cause_of_failures
 from inprocess.process_end import KernelEvidence
 
@@ -147,11 +148,14 @@ def describe_failures(failures: Mapping[int, ProcessFailure]) -> str:
     return f"workers have ended: {', '.join(ended)}"
 
 
-def log_cause(failures: Mapping[int, ProcessFailure], processes: WorkerProcesses) -> None:
-    """Log why workers have failed, on one line. Those that were stopped because others had failed are no cause."""
-    if failures:
-        first = {rank: each for rank, each in failures.items() if each.local_rank not in processes.stopped}
-        _log.error("cause: %s", cause_of_failures(first or failures, processes.kernel))
+def log_cause(failures: Mapping[int, ProcessFailure], processes: WorkerProcesses) -> Cause | None:
+    """Log why workers have failed, on one line, and return it. Those that were stopped after others are no cause."""
+    if not failures:
+        return None
+    first = {rank: each for rank, each in failures.items() if each.local_rank not in processes.stopped}
+    cause = cause_of_failures(first or failures, processes.kernel)
+    _log.error("cause: %s", cause)
+    return cause
 
 
 def start_worker(

@@ -14,6 +14,8 @@ import traceback
 from importlib import import_module
 from typing import Any, NoReturn
 
+from tests.inprocess.nodes.place import Place
+
 
 def main() -> None:
     end = socket.socket(fileno=os.dup(0))
@@ -75,6 +77,8 @@ def launch(job: dict[str, Any]) -> NoReturn:
             os.dup2(log, number)
         os.closerange(3, 1024)
         os.environ.update(job["env"])
+        if place := job["env"].get("TEST_PLACE"):
+            Place(**json.loads(place)).enter()
         sys.path[:0] = [place for place in job["env"].get("PYTHONPATH", "").split(":") if place not in sys.path]
         from inprocess.fault_tolerance.launcher import main as run
 

@@ -149,6 +149,10 @@ EFFECTIVE = {
     "node_health_check_timeout": ("7", 7.0),
     "node_health_publish_dir": ("/x", "/x"),
     "segment_health_check_dir": ("/x", "/x"),
+    "network_check": ("true", True),
+    "network_check_mb": ("7", 7.0),
+    "network_check_timeout": ("7", 7.0),
+    "network_check_factor": ("2", 2.0),
 }
 # What is refused, and a word of the sentence that says what to do instead.
 REFUSED = {

@@ -30,7 +30,8 @@ from tests.inprocess.nodes.cgroups import Group
 from tests.inprocess.nodes.job import Job, RankStart
 from tests.inprocess.nodes.names import fresh_prefix, remove_stale
 from tests.inprocess.nodes.network import Network
-from tests.inprocess.nodes.rank import PLACE, Place
+from tests.inprocess.nodes.place import Place
+from tests.inprocess.nodes.rank import PLACE
 
 _MASTER_PORT = 29500
 _TOOLS = ("ip", "nft", "tc")

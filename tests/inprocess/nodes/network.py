@@ -38,6 +38,7 @@ class _Link:
 
     drops_to: bool = False
     drops_from: bool = False
+    only_port: int | None = None
     loss_percent: float = 0.0
 
 
@@ -72,6 +73,10 @@ class Network:
     def cut(self, node: int) -> None:
         """Lose all packets from and to a node."""
         self._set(node, replace(self._links[node], drops_to=True, drops_from=True))
+
+    def cut_but(self, node: int, port: int) -> None:
+        """Lose all packets of TCP from and to a node, but for connections to this port of any node."""
+        self._set(node, replace(self._links[node], only_port=port))
 
     def lose_to(self, node: int) -> None:
         """Lose all packets to a node; those from it arrive."""
@@ -183,6 +188,12 @@ class Network:
                 yield f"iifname {_ports(node)} drop"
             if link.drops_to:
                 yield f"oifname {_ports(node)} drop"
+            if link.only_port is not None:
+                for way in ("iifname", "oifname"):
+                    # Not as one rule: nft makes `!=` of both ports one comparison, which is true if either differs.
+                    yield f"{way} {_ports(node)} tcp dport {link.only_port} accept"
+                    yield f"{way} {_ports(node)} tcp sport {link.only_port} accept"
+                    yield f"{way} {_ports(node)} meta l4proto tcp drop"
             if link.loss_percent:
                 lost = f"numgen random mod 10000 < {round(100 * link.loss_percent)} drop"
                 yield from (f"iifname {_ports(node)} {lost}", f"oifname {_ports(node)} {lost}")

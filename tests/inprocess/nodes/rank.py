@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
-import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +19,9 @@ import tests.inprocess.nodes.program
 import tests.inprocess.nodes.replicas_program  # noqa: F401
 from tests.inprocess.faults.rank import redirect
 from tests.inprocess.nodes.journal import Journal
+from tests.inprocess.nodes.place import Place
 
 PLACE = "LAB_RANK_PLACE"  # a name by which ranks may differ: see `coordination.claims`
-_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-
-
-@dataclass(frozen=True)
-class Place:
-    """The properties of the processes of a node.
-
-    `binds` are files that they see instead of others, `disks` the sizes of empty disks that are at these paths.
-    """
-
-    hostname: str
-    network_namespace: str
-    control_group: str
-    binds: dict[str, str]
-    disks: dict[str, int]
-
-    def enter(self) -> None:
-        """Move this process, which has one thread, and all that it will start. OSError if that is not allowed."""
-        Path(self.control_group, "cgroup.procs").write_text("0")
-        libc = ctypes.CDLL(None, use_errno=True)
-        namespace = os.open(self.network_namespace, os.O_RDONLY | os.O_CLOEXEC)
-        _check(libc.setns(namespace, _CLONE_NEWNET), "setns")
-        os.close(namespace)
-        _check(libc.unshare(_CLONE_NEWUTS | _CLONE_NEWNS), "unshare")
-        socket.sethostname(self.hostname)
-        _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount")
-        for target, source in self.binds.items():
-            _check(libc.mount(source.encode(), target.encode(), None, _MS_BIND, None), f"mount over {target}")
-        for target, size in self.disks.items():
-            options = f"size={size}".encode()
-            _check(libc.mount(b"disk", target.encode(), b"tmpfs", 0, options), f"mount at {target}")
 
 
 def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder: Path) -> int:
@@ -79,8 +45,3 @@ def live(program: str, arguments: Sequence[Any], env: Mapping[str, str], folder:
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     journal.note("done")
     return 0
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")

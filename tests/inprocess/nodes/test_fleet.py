@@ -22,6 +22,7 @@ Results = tuple[dict[int, str], list[str]]
 _VICTIM = 1
 _HELD_STEP, _SAVED_STEP = 12, 10
 _DISK_BYTES = 32 << 20
+_SLOW_KILOBITS = 20_000  # those of other nodes have many times that
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,28 @@ def test_one_of_three_nodes_becomes_sick(make_lab: MakeLab, tmp_path: Path, undi
     assert fleet.wait_exits([0, 1, 2, 3, 4]) == [0, 0, 0, 0, 0], fleet.describe()
     check_trained(fleet, undisturbed, (0, 3, 2), cycle=1)
     check_unfit(fleet, "hardware", "gpu", "GPU 0: cannot be queried")
+    assert published_steps(fleet) == [5, 10, 15, 20]
+
+
+@full_only
+@pytest.mark.timeout(400)
+def test_a_node_has_a_slow_link(make_lab: MakeLab, undisturbed: Results) -> None:
+    """The check of the links names it before the first cycle, and a spare works in its place."""
+    lab = make_lab(5)
+    lab.network.slow(_VICTIM, _SLOW_KILOBITS)
+    fleet = Fleet(lab, 3, "--ft-network-check=true", "--ft-network-check-mb=1", silence_s=15)
+    for node in lab.nodes[:3]:
+        fleet.start(node)
+    for node in lab.nodes[:3]:
+        fleet.wait_log(node, "the links of 3 nodes are checked")
+    for node in lab.nodes[3:]:
+        fleet.start(node)
+    assert fleet.wait_exits([0, 1, 2, 3, 4]) == [0, 0, 0, 0, 0], fleet.describe()
+    print(fleet.describe())
+    check_trained(fleet, undisturbed, (0, 3, 2), cycle=0)
+    check_unfit(fleet, "network", "network", "Gbit/s")
+    for node in (0, 2):
+        assert "network check: the link of node 1 (node1, " in fleet.log(node)
     assert published_steps(fleet) == [5, 10, 15, 20]
 
 
