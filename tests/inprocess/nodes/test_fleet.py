@@ -175,9 +175,10 @@ def test_a_save_to_a_full_disk_fails_and_a_spare_takes_the_place(
     assert fleet.wait_exits([0, 1, 2, 3, 4]) == [0, 0, 0, 0, 0], fleet.describe()
     check_trained(fleet, undisturbed, (0, 3, 2), cycle=1)
     check_unfit(fleet, "storage", "storage", "No space left on device")
-    assert re.search("cause: storage: rank 1 was first: .*No space left on device.*; host node1", fleet.log(_VICTIM))
+    logs = "".join(map(fleet.log, fleet.training))  # the others are ended when the first rank has raised
+    assert re.search(r"cause: storage: rank \d was first: .*step 15 .* rank 1: StorageError: .*No space left", logs)
     assert published_steps(fleet, "mirror") == [5, 10, 15, 20]
-    check_abandoned(fleet)
+    check_abandoned(fleet, 1)
 
 
 @full_only
@@ -197,14 +198,14 @@ def test_training_goes_on_beside_a_full_disk(make_lab: MakeLab, tmp_path: Path, 
     check_trained(fleet, undisturbed, (0, 1, 2), cycle=0)
     assert re.search("step 15.*rank 1.*No space left on device", fleet.log(0)), "a warning of rank 0"
     assert published_steps(fleet, "mirror") == [5, 10, 20]
-    check_abandoned(fleet)
+    check_abandoned(fleet, 3)
 
 
-def check_abandoned(fleet: Fleet) -> None:
-    """The events of each rank say on which rank the save has failed, and why; the page of the report, too."""
+def check_abandoned(fleet: Fleet, ranks: int) -> None:
+    """The events say on which rank the save has failed, and why, those of so many ranks; the page of the report, too."""
     events = map(json.loads, (fleet.folder / "ckpt.jsonl").read_text().splitlines())
     found = {event["rank"]: event for event in events if event["event"] == "SaveAbandoned"}
-    assert sorted(found) == [0, 1, 2]
+    assert len(found) >= ranks
     for event in found.values():
         assert (event["step"], event["by_rank"], event["kind"]) == (15, 1, "StorageError")
         assert "No space left on device" in event["cause"]
