@@ -47,9 +47,10 @@ class Symptoms:
     """What is known of a fault.
 
     `kind` is "exception" and the dotted names of its classes and of those of its causes; "hang", or "hang in a
-    collective"; "death"; or "lost node". `message` is its text, `files` are those of the frames, the innermost first.
-    Of a death there is the `end`, "SIGKILL" or "exit code 1", empty if it is unknown. `oom` tells whether the kernel
-    has killed a process of the control group meanwhile, because memory was short.
+    collective"; "death"; "lost node"; or "unfit node", whose message begins with the name of the check. `message` is
+    its text, `files` are those of the frames, the innermost first. Of a death there is the `end`, "SIGKILL" or "exit
+    code 1", empty if it is unknown. `oom` tells whether the kernel has killed a process of the control group meanwhile,
+    because memory was short.
     """
 
     kind: str
@@ -100,12 +101,15 @@ _APPLICATION_XIDS = "13|31|43|45|66|69|109"  # of the program that used the GPU,
 
 # The first rule that fits decides. Special causes stand before the general ones that they look like.
 _RULES = (
+    _Rule(FaultClass.STORAGE, kind="^unfit node", message="^(storage |shared mounts:)"),
+    _Rule(FaultClass.NETWORK, kind="^unfit node", message="^network:"),
+    _Rule(FaultClass.HARDWARE, kind="^(lost|unfit) node"),
     _Rule(FaultClass.OUT_OF_MEMORY, kind="^death", end="^(SIGKILL|)$", oom=True),
     _Rule(FaultClass.OUT_OF_MEMORY, message="killed by signal: Killed", oom=True),
     _Rule(FaultClass.OUT_OF_MEMORY, kind=r"\b(MemoryError|OutOfMemoryError)\b"),
     _Rule(FaultClass.OUT_OF_MEMORY, message=r"(?i)out of (shared )?memory|cannot allocate memory|_ALLOC_FAILED"),
     _Rule(FaultClass.OUT_OF_MEMORY, end="^SIGBUS$"),  # mostly a full /dev/shm
-    _Rule(FaultClass.HARDWARE, kind=r"\bHealthCheckError\b|^lost node"),
+    _Rule(FaultClass.HARDWARE, kind=r"\bHealthCheckError\b"),
     _Rule(FaultClass.HARDWARE, message=rf"NVRM: Xid \([^)]*\): (?!({_APPLICATION_XIDS})\b)\d+"),
     _Rule(FaultClass.HARDWARE, message=r"(?i)uncorrectable|\bECC error|fallen off the bus|GPU is lost|NVLink error"),
     _Rule(FaultClass.PREEMPTED, kind=r"\b(SignalException|KeyboardInterrupt)\b"),

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from inprocess.attribution import InterruptionRecord, cause_of
+from inprocess.fault_classes import FaultClass
 
 __all__ = ["RestartClock", "RestartEvents"]
 
@@ -86,9 +87,10 @@ class RestartEvents:
         if rank == 0:
             self._append({"event": "gave_up", "iteration": iteration, **_why(records), "why": why})
 
-    def node_unfit(self, host: str, cycle: int, failed: Mapping[str, str]) -> None:
+    def node_unfit(self, host: str, cycle: int, failed: Mapping[str, str], fault_class: FaultClass) -> None:
         """Write that a node takes no part in `cycle` of its launcher, or leaves: which checks have failed, and why."""
-        self._append({"event": "node_unfit", "host": host, "cycle": cycle, "failed": dict(failed)})
+        what = {"event": "node_unfit", "host": host, "cycle": cycle, "fault_class": fault_class.value}
+        self._append({**what, "failed": dict(failed)})
 
     def _append(self, event: Mapping[str, object]) -> None:
         """Write a line. An error of writing is only logged."""

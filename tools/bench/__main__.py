@@ -69,6 +69,10 @@ KINDS = {
         "from a fault to the first finished step with the state restored, beside a relaunch by torchrun",
         "tools.bench.recover",
     ),
+    "nodes": Kind(
+        "from the loss of a node to training on a spare, beside a relaunch of the job by torchrun",
+        "tools.bench.nodes",
+    ),
     "coordination": Kind(
         "the coordination server in a job of thousands of simulated ranks",
         "tools.bench.coordination",

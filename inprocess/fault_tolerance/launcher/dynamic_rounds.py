@@ -46,6 +46,7 @@ from inprocess.fault_tolerance.launcher.count_watch import CountWatch
 from inprocess.fault_tolerance.launcher.meeting import Meeting
 from inprocess.fault_tolerance.launcher.node_choice import LauncherNode, choose_nodes
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import MEETING_PREFIX, Rounds
+from inprocess.fault_tolerance.launcher.worker_causes import cause_of_node
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -74,7 +75,8 @@ class RoundRules:
 class RoundState:
     """The rendezvous of a job. `members` are the nodes of round `number`, by group rank; those in `running` are in it.
 
-    `trained` are the addresses of all nodes that were members. Round 0 has none.
+    `trained` are the addresses of all nodes that were members. Round 0 has none. `lost` names the nodes of the round
+    before that were silent.
     """
 
     number: int = 0
@@ -82,6 +84,7 @@ class RoundState:
     running: frozenset[str] = frozenset()
     candidates: tuple[LauncherNode, ...] = ()
     trained: frozenset[str] = frozenset()
+    lost: tuple[str, ...] = ()
     is_closed: bool = False
 
     @classmethod
@@ -92,7 +95,7 @@ class RoundState:
             values[name] = tuple(LauncherNode(**each) for each in values[name])
         for name in ("running", "trained"):
             values[name] = frozenset(values[name])
-        return cls(**values)
+        return cls(**{**values, "lost": tuple(values["lost"])})
 
     def to_json(self) -> str:
         """Return the state as text."""
@@ -115,15 +118,19 @@ class RoundState:
         others = self.without({node.key})
         return replace(others, candidates=(*others.candidates, node))
 
-    def begin(self, members: list[LauncherNode]) -> RoundState:
-        """Return the state when the next round has begun."""
+    def begin(self, members: list[LauncherNode], silent: frozenset[str] = frozenset()) -> RoundState:
+        """Return the state when the next round has begun, without the nodes that are silent."""
         keys = frozenset(node.key for node in members)
+        lost = [
+            f"{rank} ({node.address})" for rank, node in enumerate(self.members) if node.key in self.running & silent
+        ]
         return replace(
-            self.without(keys),
+            self.without(keys | silent),
             number=self.number + 1,
             members=tuple(members),
             running=keys,
             trained=self.trained | {node.address for node in members},
+            lost=tuple(lost),
         )
 
 
@@ -169,6 +176,8 @@ class DynamicRounds(Rounds):
         state = self._state
         rank = state.place_of(self._node)
         assert rank is not None
+        for node in state.lost:
+            _log.warning("cause: %s", cause_of_node(node, "lost", f"silent for {self._rules.silence_s:g} s"))
         store = self._store_of(state)
         self.meeting = Meeting(PrefixStore(MEETING_PREFIX, store), rank, len(state.members))
         return RendezvousInfo(store, rank, len(state.members), self._store_for_workers(rank, store))
@@ -301,7 +310,7 @@ class DynamicRounds(Rounds):
             meeting.ask_restart(f"a node has left and a spare waits: node {', '.join(lost)}")
         if running:
             return False
-        self._change(lambda now: now.without(silent).begin(chosen) if now == state else now)
+        self._change(lambda now: now.begin(chosen, silent) if now == state else now)
         return True
 
     def _store_of(self, state: RoundState) -> PrefixStore:

@@ -20,9 +20,11 @@ from typing import Any
 
 from inprocess.bounded_waits import bounded_call
 from inprocess.exception import TimeoutError
+from inprocess.fault_classes import Symptoms, class_of
 from inprocess.fault_tolerance.config import FaultToleranceConfig
 from inprocess.fault_tolerance.launcher.meeting import LauncherExit
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import Rounds
+from inprocess.fault_tolerance.launcher.worker_causes import cause_of_node
 from inprocess.node_health.interface import CheckResult
 from inprocess.node_health.messages import NodeCheckSettings
 from inprocess.node_health.node_probe import NodeProbe
@@ -136,7 +138,8 @@ class NodeAdmission:
                 entry = _UnfitNode(**json.loads(lines[self._read - 1]))
                 self._nodes.add((entry.host, entry.pid))
                 if (entry.host, entry.pid) != _here():
-                    _log.warning("node %s (launcher %d) is unfit: %s", entry.host, entry.pid, entry.reason)
+                    node = f"{entry.host} (launcher {entry.pid})"
+                    _log.warning("cause: %s", cause_of_node(node, "unfit", entry.reason))
         except (RuntimeError, ValueError, TypeError) as error:
             _log.debug("unfit nodes cannot be read: %s", error)  # a store that is lost is noticed elsewhere
         return True
@@ -156,7 +159,7 @@ class NodeAdmission:
         if self._folder is not None:
             folder = Path(self._folder)
             try:
-                bounded_call(lambda: _publish(folder, cycle, failures), _PUBLISH_S, f"writing to {folder}")
+                bounded_call(lambda: _publish(folder, cycle, failures, reason), _PUBLISH_S, f"writing to {folder}")
             except (OSError, TimeoutError) as error:
                 _log.error("the failure is not published: %s", error)
         return True
@@ -177,7 +180,7 @@ def _here() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
 
 
-def _publish(folder: Path, cycle: int, failures: Sequence[CheckResult]) -> None:
+def _publish(folder: Path, cycle: int, failures: Sequence[CheckResult], reason: str) -> None:
     """Write the failures for others: whole or not at all."""
     host, pid = _here()
     failed = {result.name: result.why for result in failures}
@@ -186,7 +189,8 @@ def _publish(folder: Path, cycle: int, failures: Sequence[CheckResult]) -> None:
     part = folder / f".{host}.{pid}.json"
     part.write_text(json.dumps(values) + "\n")
     part.replace(folder / f"{host}.json")
-    RestartEvents(os.fspath(folder / "log")).node_unfit(host, cycle, failed)
+    fault_class = class_of(Symptoms("unfit node", reason))
+    RestartEvents(os.fspath(folder / "log")).node_unfit(host, cycle, failed, fault_class)
 
 
 def check_settings(config: FaultToleranceConfig) -> NodeCheckSettings | None:

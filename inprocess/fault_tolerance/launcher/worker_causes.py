@@ -1,4 +1,7 @@
-"""The cause for which workers have ended, from their exit codes, their error files, and the kernel."""
+"""The cause for which workers have ended, or a node takes no part any more.
+
+Of workers it is known from their exit codes, their error files, and the kernel.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,15 @@ def cause_of_failures(failures: Mapping[int, ProcessFailure], kernel: KernelEvid
     fault_class = class_of(Symptoms(kind, text, files, "" if message else end, oom))
     how = f"{end}: {' '.join(message.split())[:_MESSAGE_CHARS]}" if message else end
     return Cause(rank, fault_class, how, ADVICE[fault_class], (f"host {os.uname().nodename}", *evidence))
+
+
+def cause_of_node(node: str, kind: str, reason: str) -> str:
+    """Return the cause for which a node is out of the job, on one line: "hardware: node 1 is lost: ...; what to do".
+
+    `kind` is "lost" or "unfit". The reason of an unfit node begins with the name of the check that has failed.
+    """
+    fault_class = class_of(Symptoms(f"{kind} node", reason))
+    return f"{fault_class.value}: node {node} is {kind}: {reason}; {ADVICE[fault_class]}"
 
 
 def _order(failure: ProcessFailure) -> int:

@@ -45,7 +45,8 @@ def test_a_node_that_is_unfit_at_the_start_does_not_join_and_a_spare_works(job: 
     assert "exit code 0: this node is unfit and takes no part" in unfit.log()
     assert "cycle 0 begins" not in unfit.log()
     for other in (first, spare):
-        assert f"(launcher {unfit.pid}) is unfit: command: the fan stands still" in other.log()
+        cause = f"cause: hardware: node {os.uname().nodename} (launcher {unfit.pid}) is unfit: command: the fan stands"
+        assert cause in other.log()
         assert "cycle 0 begins" in other.log()
     assert sorted(line.split()[5] for line in job.events().splitlines()) == ["0", "2"], "which nodes have worked"
     failed = {"command": "the fan stands still (exit code 1)"}
@@ -54,6 +55,7 @@ def test_a_node_that_is_unfit_at_the_start_does_not_join_and_a_spare_works(job: 
     assert (values["host"], values["pid"], values["cycle"], values["failed"]) == (host, unfit.pid, 0, failed)
     (event,) = map(json.loads, (published / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["host"], event["failed"]) == ("node_unfit", host, failed)
+    assert event["fault_class"] == "hardware"
     assert job.left() == []
 
 

@@ -96,6 +96,8 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_a_returning_node_comes_befor
 
     victim.die_with_workers()
     assert nodes.trained_in(1, 2) == ["200", "150"], "the other node keeps its rank"
+    for each in (host, spare):
+        assert "cause: hardware: node 0 (127.0.0.100) is lost: silent for 4 s; take the node out" in each.log()
 
     standby = nodes.start("50")
     standby.wait_log(WAITS)

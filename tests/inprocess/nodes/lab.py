@@ -61,6 +61,7 @@ class Lab:
     def __init__(self, nursery: Nursery, folder: Path, nodes: int) -> None:
         remove_stale()
         self.folder = folder
+        self.disks: dict[int, tuple[Path, int]] = {}  # by node: a disk at this path, with so many bytes, empty
         self.nodes = range(nodes)
         self.jobs: list[Job] = []
         self._etcd: list[subprocess.Popen[bytes]] = []
@@ -81,17 +82,19 @@ class Lab:
         arguments: Sequence[object] = (),
         *,
         ranks_per_node: int = 1,
+        nodes: Sequence[int] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Job:
-        """Start `program` ("module:function", see `rank.live`) on all nodes, with the environment that srun would set.
+        """Start `program` ("module:function", see `rank.live`), with the environment that srun would set.
 
-        Ranks are numbered node by node; the first rank is on node 0.
+        On these nodes, or on all. Ranks are numbered node by node; the first rank is on the first of them.
         """
         folder = self.folder / f"job{len(self.jobs)}"
         folder.mkdir()
-        world_size = len(self.nodes) * ranks_per_node
+        where = self.nodes if nodes is None else nodes
+        world_size = len(where) * ranks_per_node
         common = {
-            "MASTER_ADDR": self.network.addresses[0],
+            "MASTER_ADDR": self.network.addresses[where[0]],
             "MASTER_PORT": str(_MASTER_PORT),
             "WORLD_SIZE": str(world_size),
             "GLOO_SOCKET_IFNAME": self.network.device,
@@ -99,7 +102,8 @@ class Lab:
         }
         starts = {}
         for rank in range(world_size):
-            node, local_rank = divmod(rank, ranks_per_node)
+            index, local_rank = divmod(rank, ranks_per_node)
+            node = where[index]
             group = self._node_group(node).child(f"job{len(self.jobs)}-rank{rank}")
             own = {
                 "RANK": str(rank),
@@ -199,7 +203,8 @@ class Lab:
     def _place(self, node: int, group: Group) -> Place:
         folder = self._node_folder(node)
         binds = {"/etc/hosts": str(folder / "hosts"), _BOOT_ID: str(folder / "boot_id")}
-        return Place(f"node{node}", str(self.network.namespace(node)), str(group.path), binds)
+        disks = {str(path): size for path, size in [self.disks[node]]} if node in self.disks else {}
+        return Place(f"node{node}", str(self.network.namespace(node)), str(group.path), binds, disks)
 
     def _write_files(self, node: int) -> None:
         """What programs of a node see instead of the machine's: the names of all nodes, and a boot id of its own."""

@@ -14,6 +14,7 @@ import torch.distributed  # noqa: F401 - here, it is imported before the first f
 
 import ckpt.restart  # noqa: F401
 import inprocess  # noqa: F401
+import tests.inprocess.nodes.fleet_launcher
 import tests.inprocess.nodes.program
 import tests.inprocess.nodes.replicas_program  # noqa: F401
 from tests.inprocess.faults.rank import redirect
