@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from inprocess.fault_tolerance.launcher.count_watch import CountWatch
 from inprocess.fault_tolerance.launcher.meeting import Meeting
-from inprocess.fault_tolerance.launcher.node_choice import LauncherNode, choose_nodes
+from inprocess.rank_assignment.node_choice import LauncherNode, choose_nodes
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import MEETING_PREFIX, Rounds
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from inprocess.fault_tolerance.launcher.bounded_store import BoundedStore
 from inprocess.fault_tolerance.launcher.dynamic_rounds import DynamicRounds, RoundRules, RoundState, this_node
-from inprocess.fault_tolerance.launcher.node_choice import LauncherNode
+from inprocess.rank_assignment.node_choice import LauncherNode
 
 RULES = RoundRules(nodes=3, block=1, join_timeout_s=30, alive_interval_s=0.5, silence_s=6, is_mended=True)
 LIMIT_S = 50
