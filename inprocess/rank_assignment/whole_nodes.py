@@ -65,8 +65,8 @@ def order_of(members: Sequence[int], terminated: Iterable[int], layout: NodeLayo
                 survivors.append((local_rank, rank))
     seats = _seats(by_node, layout)
     spares = [node for node in by_node if node not in seats]
-    order = [[rank for _, rank in sorted(by_node[node])] for node in (*seats, *spares)]
-    return sum(order, []), sum(len(by_node[node]) for node in seats)
+    order = [rank for node in (*seats, *spares) for _, rank in sorted(by_node[node])]
+    return order, sum(len(by_node[node]) for node in seats)
 
 
 def _seats(by_node: dict[int, list[tuple[int, int]]], layout: NodeLayout) -> list[int]:

@@ -7,6 +7,7 @@
     replacements   how many processes were started in place of lost workers (policy "in-process")
     alive/<node>   incremented while the node's launcher runs (policy "in-process")
     left           how many nodes know that the job is over
+    joined         the nodes that have joined since: see `node_table`
     ...            the workers of each node: see `node_table`
 
 If several nodes announce the same word the first one counts, so all nodes read the same. Values are JSON.
@@ -52,32 +53,50 @@ class LauncherExit:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The shared state of one cycle, seen by node `node` of `nodes`. Any thread. All methods but `leave`: StoreLost."""
+    """The shared state of one cycle, seen by node `node` of `nodes`. Any thread. All methods but `leave`: StoreLost.
+
+    With `grows`, nodes may join after the cycle has begun, as spares: they have larger numbers.
+    """
 
     store: Any
     node: int
     nodes: int
+    grows: bool = False
 
     @functools.cached_property
     def table(self) -> NodeTable:
         """The workers of all nodes."""
         return NodeTable(self._ask, self.node, self.nodes)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether this node has joined after the cycle had begun."""
+        return self.node >= self.nodes
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other node, and never will be."""
+        return self.nodes == 1 and not self.grows
+
     def agree_on_cycle(self, mine: int, workers: int) -> int:
         """Return the number of this cycle, the same on all nodes; enter this node's `workers` in the table.
 
         Waits for them, a minute at most. MeetingError if a node does not come, or has asked for a restart.
         """
-        self.table.enter(workers)
-        if self.nodes == 1:
+        if not self.is_late:
+            self.table.enter(workers)
+        if self.is_alone:
             return mine
         keys = [f"cycle/{node}" for node in range(self.nodes)]
-        self._ask("set", f"cycle/{self.node}", json.dumps(mine))
+        if not self.is_late:
+            self._ask("set", f"cycle/{self.node}", json.dumps(mine))
         deadline = time.monotonic() + _AGREE_TIMEOUT_S
         while not self._ask("check", keys):
             if self.has_words() or time.monotonic() > deadline:
                 raise MeetingError("a node that has joined the rendezvous does not come")
             time.sleep(_POLL_S)
+        if self.is_late:
+            self.table.join(workers)
         return max(int(json.loads(self._ask("get", key))) for key in keys)
 
     def ask_restart(self, reason: str) -> None:
@@ -91,7 +110,7 @@ class Meeting:
 
     def has_words(self) -> bool:
         """Whether a node has announced a restart or the end. One round trip."""
-        return self.nodes > 1 and int(self._ask("add", "words", 0)) > 0
+        return not self.is_alone and int(self._ask("add", "words", 0)) > 0
 
     def restart_reason(self) -> str | None:
         """Return the reason of the restart; None if no node has asked for one."""
@@ -105,12 +124,12 @@ class Meeting:
 
     def report_done(self) -> None:
         """Report that the workers of this node have ended with 0, all that are not lost."""
-        if self.nodes > 1:
+        if not self.is_alone:
             self.table.report(replace(self.table.own, is_done=True))
 
     def all_done(self) -> bool:
         """Whether the workers of all nodes have ended with 0."""
-        return self.nodes == 1 or self.table.all_over()
+        return self.is_alone or self.table.all_over()
 
     def number_replacement(self) -> int:
         """Return the number of a replacement worker: 0 for the first of all nodes, then 1, ..."""
@@ -127,12 +146,12 @@ class Meeting:
 
     def leave(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until all nodes know of the end: this process may host the store."""
-        if self.nodes == 1:
+        if self.is_alone:
             return
         deadline = time.monotonic() + timeout_s
         try:
             count = int(self._ask("add", "left", 1))
-            while count < self.nodes and time.monotonic() < deadline:
+            while count < self.table.answering() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 count = int(self._ask("add", "left", 0))
         except StoreLost:
