@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from tests.inprocess.fault_tolerance.launching import Job
+from tests.inprocess.fake_devices import DevicesFile
+from tests.inprocess.fault_tolerance.launching import REPOSITORY, Job
 from tests.inprocess.fault_tolerance.test_launcher_spares import Nodes
 from tests.support.selection import full_only
 from tests.support.template import quick_python
@@ -134,6 +135,7 @@ def test_a_node_that_loses_a_process_makes_room_for_a_spare_node_and_is_one_itse
     assert job.left() == []
 
 
+@full_only
 @pytest.mark.timeout(150)
 def test_a_spare_node_that_is_not_needed_ends_with_0(job: Job) -> None:
     nodes = HotNodes(job, WAITS, "--nnodes=2:3", *HOT)
@@ -146,6 +148,31 @@ def test_a_spare_node_that_is_not_needed_ends_with_0(job: Job) -> None:
     assert [each.wait(90) for each in launchers] == [0, 0, 0]
     assert "node 3" not in job.events()
     assert job.left() == []
+
+
+@full_only
+@pytest.mark.timeout(150)
+def test_a_node_that_becomes_unfit_leaves_and_only_its_own_workers_end(job: Job) -> None:
+    nodes = HotNodes(job, WAITS, "--nnodes=2:3", "--ft-node-health-check-interval=0.1", *HOT)
+    launchers, gpus = [], {}
+    for address in ("1", "2", "3"):
+        (job.folder / address).mkdir()
+        gpus[address] = DevicesFile(job.folder / address)
+        nodes.env.update(TEST_NVML=str(gpus[address].file), PYTHONPATH=f"{gpus[address].folder}:{REPOSITORY}")
+        launchers.append(nodes.start(address))
+        if address == "2":
+            before = nodes.ranks(0)
+    nodes.wait_ready(0)
+    gpus["2"].set(lost=True)
+    assert launchers[1].wait(60) == 0
+    assert "exit code 0: this node is unfit and takes no part: gpu: GPU 0: cannot be queried" in launchers[1].log()
+    after = nodes.ranks(1)
+    assert [node for node, _ in after] == [1, 1, 3, 3]
+    assert after[:2] == before[:2]
+    nodes.let("go")
+    nodes.let("1")
+    assert [launchers[0].wait(90), launchers[2].wait(90)] == [0, 0]
+    assert "cycle 1" not in job.events()
 
 
 @full_only
