@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,10 +139,9 @@ class Meeting:
         """Increment this node's count for `alive`."""
         self._ask("add", f"alive/{self.node}", 1)
 
-    def alive(self) -> dict[int, int]:
-        """Return the counts of the other nodes that are not done. A round trip per node."""
-        others = [node for node in self.table.waited_for() if node != self.node]
-        return {node: int(self._ask("add", f"alive/{node}", 0)) for node in others}
+    def alive(self, nodes: Iterable[int]) -> dict[int, int]:
+        """Return the counts of these nodes. A round trip per node."""
+        return {node: int(self._ask("add", f"alive/{node}", 0)) for node in nodes}
 
     def leave(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until all nodes know of the end: this process may host the store."""

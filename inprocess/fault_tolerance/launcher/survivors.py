@@ -132,8 +132,9 @@ class Survivors:
     def watch_nodes(self, is_waiting: bool) -> CycleEnd | None:
         """Report that this node is alive, once a second, and notice nodes that are not.
 
-        They are noticed by the first node, and by nodes that only wait for the others (`is_waiting`). Returns the end
-        of the cycle if too few workers are left. Workers that wait for a job that is done are ended.
+        They are noticed by the first node that answers, and by nodes that only wait for the others (`is_waiting`); the
+        first one by all others. Returns the end of the cycle if too few workers are left. Workers that wait for a job
+        that is done are ended.
         """
         now = self._clock()
         if self._meeting.is_alone or now < self._next_check_s:
@@ -143,9 +144,10 @@ class Survivors:
         self._come_back()
         if self._meeting.is_late and self._waiting.keys() >= self._processes.running and not self._is_complete:
             self._is_complete = not self._meeting.table.has_work()
-        if not is_waiting and self._meeting.node != 0:
-            return None
-        for node in sorted(self._silence.observe(self._meeting.alive())):
+        others = [node for node in self._meeting.table.waited_for() if node != self._meeting.node]
+        if not is_waiting and others and others[0] < self._meeting.node:
+            others = others[:1]
+        for node in sorted(self._silence.observe(self._meeting.alive(others))):
             self._meeting.table.give_up(node)
             end = self._count_left(f"node {node} has not answered for {self._silence_s:g} s")
             if end is not None:

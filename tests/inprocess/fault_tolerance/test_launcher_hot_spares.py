@@ -151,6 +151,25 @@ def test_a_spare_node_that_is_not_needed_ends_with_0(job: Job) -> None:
 
 
 @full_only
+@pytest.mark.timeout(200)
+def test_the_workers_are_started_again_when_the_node_with_the_store_is_lost(job: Job) -> None:
+    script = WAITS.replace("abort=None", "abort=None, heartbeat_timeout=timedelta(seconds=4)")
+    nodes = HotNodes(job, script, "--nnodes=2:3", *HOT)
+    host, victim = nodes.start("2"), nodes.start("1")
+    assert [node for node, _ in nodes.ranks(0)] == [1, 1, 2, 2]
+    spare = nodes.start("3")
+    nodes.wait_ready(0)
+    (server,) = [each for each in job.left() if "inprocess.coordination.server_process" in each.cmdline()]
+    victim.die_with_workers()
+    server.kill()
+    for rank in range(4):
+        job.wait_event(rf"cycle 1 rank {rank} iteration 0 node {(3, 3, 2, 2)[rank]} is {rank} of 4", 90)
+    nodes.let("go")
+    nodes.let("0")
+    assert [each.wait(90) for each in (host, spare)] == [0, 0]
+
+
+@full_only
 @pytest.mark.timeout(150)
 def test_a_node_that_becomes_unfit_leaves_and_only_its_own_workers_end(job: Job) -> None:
     nodes = HotNodes(job, WAITS, "--nnodes=2:3", "--ft-node-health-check-interval=0.1", *HOT)
