@@ -16,7 +16,7 @@
         inboxes          signals to the launcher, and requests of ranks (FT_LAUNCHER_IPC_SOCKET)
       rendezvous_rounds  which nodes are in the next cycle, if they have fixed ranks
       dynamic_rounds     the same for nodes that come and go
-                         (which of them train: `rank_assignment.node_choice`)
+        round_state      which of them are in the round, and which are spares; `rank_assignment.node_choice` chooses
         count_watch      which of them do not answer
       meeting            what the nodes of one cycle tell each other, in the store of the rendezvous
         node_table       the workers of each node, there

@@ -17,7 +17,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from inprocess.fault_tolerance.launcher.bounded_store import BoundedStore
-from inprocess.fault_tolerance.launcher.dynamic_rounds import DynamicRounds, RoundRules, RoundState, this_node
+from inprocess.fault_tolerance.launcher.dynamic_rounds import DynamicRounds, RoundRules, this_node
+from inprocess.fault_tolerance.launcher.round_state import RoundState
 from inprocess.node_layout import NodeLayout
 from inprocess.rank_assignment.node_choice import LauncherNode
 
