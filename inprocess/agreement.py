@@ -297,16 +297,18 @@ class Agreement(Reports):
                 "departed": sorted(departed),
                 "joined": joined,
                 "initial_ranks": self._initial_ranks(terminated) + joined if joined else [],
-                "faults": self._history(not joined).to_json(),
+                "faults": self._history(bool(joined)).to_json(),
             }
             self._decide(_ROSTER, json.dumps(document))
         except StaleViewError:
             if not self.store.check([_ROSTER]):  # else another process has just written it, and the job is further on
                 raise
 
-    def _history(self, has_fault: bool) -> FaultHistory:
-        """Return the history of faults, with those of this iteration unless its restart takes in processes."""
+    def _history(self, takes_in: bool) -> FaultHistory:
+        """Return the history of faults, with those of this iteration unless its restart was to take in processes."""
         self._decide_reason()
+        reason = self.find_reason()
+        has_fault = not takes_in or any(record.interruption is not Interruption.NEWCOMER for record in reason)
         reported = {kind: self._progress(kind) for kind in (STEP, PINGS)}
         progress = {kind: number for kind, number in reported.items() if number > 0}
         # Of the iteration before: its keys are deleted at the beginning of the one after this.
@@ -317,13 +319,14 @@ class Agreement(Reports):
         seconds = self._progress(SECONDS)
         if not has_fault:
             return before.after_joining(seconds)
-        return before.after(fault_names(self.find_reason()), progress, seconds)
+        return before.after(fault_names(reason), progress, seconds)
 
     def _initial_ranks(self, terminated: set[int]) -> list[int]:
-        """Return the initial ranks of all others, which have published them, by dense rank."""
-        ranks = range(self.world_size or 0)
-        known = iter(self.store.multi_get([f"initial_rank/{rank}" for rank in ranks if rank not in terminated]))
-        return [-1 if rank in terminated else int(next(known)) for rank in ranks]
+        """Return the initial ranks by dense rank; -1 for one that left before it had published its own."""
+        keys = [f"initial_rank/{rank}" for rank in range(self.world_size or 0)]
+        left = iter(self.store.multi_get([key for rank, key in enumerate(keys) if rank not in terminated]))
+        known = [self._peek(key) or b"-1" if rank in terminated else next(left) for rank, key in enumerate(keys)]
+        return list(map(int, known))
 
     # -- the store -----------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from inprocess.agreement import Agreement, IterationOutcome
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination.namespace import RestartIndex
 from inprocess.exception import RestartError, StaleViewError, StoreLostError
+from inprocess.node_layout import NodeLayout
 from inprocess.repetition import FaultHistory
 from inprocess.settings import RejoinPolicy
 from inprocess.state import Mode, State
@@ -38,6 +39,7 @@ JOIN = "INPROCESS_JOIN"
 """The environment variable with the initial rank of a newcomer, a number that no process of the job ever had.
 
 It is the rank in whose place the newcomer was started, plus a multiple of the number of ranks that the job began with.
+In a job that spare nodes may join it is as `node_layout` says: a newcomer on such a node is in the place of no rank.
 """
 JOINED_FILE = "INPROCESS_JOINED_FILE"
 """The environment variable with the path of a file that a newcomer creates as soon as it belongs to the job."""
@@ -116,21 +118,32 @@ class Rejoin:
 
 @dataclass(frozen=True)
 class Newcomer:
-    """This process, if the environment says that it is to join a running job."""
+    """This process, if the environment says that it is to join a running job. `layout` is that of its nodes, if any."""
 
     initial_rank: int
     joined_file: str | None
+    layout: NodeLayout | None = None
+
+    def place(self, world_size: int) -> int:
+        """Return the number of the place in which this was started: a rank of the first `world_size`, or larger."""
+        return self.initial_rank % (world_size if self.layout is None else self.layout.places)
 
     def wait_for_place(
-        self, store: Any, agreements: Callable[[int], Agreement], heartbeat_timeout_s: float, rejoin: Rejoin
+        self,
+        store: Any,
+        agreements: Callable[[int], Agreement],
+        heartbeat_timeout_s: float,
+        rejoin: Rejoin,
+        begin_timeout_s: float = 0.0,
     ) -> Place | None:
         """Announce this process, and wait until it is named in a roster; None if the job is completed instead.
 
         `store` is the whole store of the job, `agreements` makes the agreement of an iteration. Main thread; returns to
-        bytecode every second. StoreLostError if the store is lost, or no process of the job is left.
+        bytecode every second. StoreLostError if the store is lost, no process of the job is left, or its ranks have not
+        met within `begin_timeout_s`.
         """
-        Agreement.announce_newcomer(store, self.initial_rank, rejoin.places)
-        signs = _LifeSigns(_SILENT * heartbeat_timeout_s)
+        Agreement.announce_newcomer(store, self.initial_rank, self._places(rejoin))
+        signs = _LifeSigns(_SILENT * heartbeat_timeout_s, begin_timeout_s)
         index = RestartIndex(store)
         while True:
             iteration = index.current()
@@ -148,13 +161,18 @@ class Newcomer:
                     return None
                 if outcome is IterationOutcome.INTERRUPTED:
                     agreement.wait_for_roster(_CHUNK_S)
-                signs.note((iteration, outcome, agreement.heartbeat_of(0)))
+                signs.note((iteration, outcome, agreement.heartbeat_of(0)), agreement.world_size is not None)
+
+    def _places(self, rejoin: Rejoin) -> int:
+        return rejoin.places if self.layout is None else self.layout.places
 
     def _interrupt(self, agreement: Agreement, places: int) -> None:
         """Make the others restart. The record has the rank that this process has in the roster, as a spare."""
         waiting = Agreement.newcomers(agreement.store.base_store)
         rank = (agreement.world_size or 0) + sum(other < self.initial_rank for other in waiting)
-        summary = f"a process in the place of initial rank {self.initial_rank % places} is ready to join"
+        place = self.place(places)
+        where = f"in the place of initial rank {place}" if place < places else "of a spare node"
+        summary = f"a process {where} is ready to join"
         agreement.interrupt(InterruptionRecord(rank, Interruption.NEWCOMER, summary))
 
     def _place_in(self, agreement: Agreement) -> Place | None:
@@ -191,23 +209,22 @@ def newcomer_from_environment() -> Newcomer | None:
         return None
     if not text.isdecimal():
         raise ValueError(f"{JOIN} in the environment must be a rank that no process of the job ever had, not {text!r}")
-    return Newcomer(int(text), path)
+    return Newcomer(int(text), path, NodeLayout.from_environment())
 
 
 class _LifeSigns:
-    """Detects the end of a job: what can be observed of it no longer changes."""
+    """Detects the end of a job: what can be observed of it no longer changes; at first for `begin_s`, if longer."""
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(self, silence_s: float, begin_s: float) -> None:
         self._silence_s = silence_s
+        self._begin_s = max(silence_s, begin_s)
         self._seen: object = None
         self._since = time.monotonic()
 
-    def note(self, seen: object) -> None:
+    def note(self, seen: object, has_begun: bool) -> None:
         """Note an observation. StoreLostError if it has not changed for too long."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
-        elif now - self._since > self._silence_s:
-            raise StoreLostError(
-                f"the job to join sent no heartbeat for {self._silence_s:g} s: no process of it is left"
-            )
+        elif now - self._since > (limit_s := self._silence_s if has_begun else self._begin_s):
+            raise StoreLostError(f"the job to join sent no heartbeat for {limit_s:g} s: no process of it is left")

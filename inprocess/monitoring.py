@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
 
@@ -70,7 +70,8 @@ class Monitoring:
         self._state = state
         self._own_server = issubclass(settings.store_factory, TCPStore)
         self._is_first = state.rank == 0 and newcomer is None
-        self._first_rank = (state.rank or 0) % state.world_size  # of a newcomer, that in whose place it was started
+        place = state.rank or 0 if newcomer is None else newcomer.place(state.world_size)
+        self._first_rank = place if place < state.world_size else None  # of a newcomer, that in whose place it is
         self._rendezvous = Rendezvous(state.rank or 0, state.world_size, settings.barrier_timeout)
         self.process = MonitorProcess(self._watch_rank(stacks, sections_fd), on_lost=self._process_lost)
         self._cleanup = ExitStack()
@@ -98,6 +99,10 @@ class Monitoring:
 
     def _begin(self) -> bool:
         """Take part from the beginning; False for a newcomer whose rank has begun, or without which the job has."""
+        if self._first_rank is None:
+            with suppress(StaleViewError):
+                RestartIndex(self.store).begin()
+            return False
         slot = RankSlot(self.store, self._first_rank)
         if self._newcomer is None:
             RestartIndex(self.store).begin()
@@ -124,6 +129,7 @@ class Monitoring:
             lambda iteration: self.agreement(iteration, None),
             self._settings.heartbeat_timeout.total_seconds(),
             self._rejoin,
+            self._settings.barrier_timeout.total_seconds(),
         )
         if self.place is not None:
             self.takes_part = True

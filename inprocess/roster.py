@@ -15,7 +15,8 @@ class Roster:
     """The end of an iteration: the dense ranks, in that iteration, and the initial ranks of those who left.
 
     `joined` are the initial ranks of newcomers, in the order in which they are numbered behind all others. If there are
-    any, `initial_ranks` are those of all, by dense rank; -1 for who left. `faults` is the history of the job's faults.
+    any, `initial_ranks` are those of all, by dense rank; -1 for one that left and had not published its own. `faults`
+    is the history of the job's faults.
     """
 
     terminated_ranks: frozenset[int]

@@ -34,6 +34,7 @@ from inprocess.main_thread.stacks import StackReporter
 from inprocess.main_thread.thrower import MainThreadThrower
 from inprocess.monitor_process.job_store import iteration_store
 from inprocess.monitoring import Monitoring
+from inprocess.node_layout import NodeLayout
 from inprocess.process_state import children_end_here, excepthook_restored, frozen_heap
 from inprocess.progress_watchdog import ProgressWatchdog
 from inprocess.protocol import ITERATION_CODE, RestartProtocol
@@ -54,6 +55,7 @@ __all__ = ["CallWrapper", "Wrapper", "inject"]
 _log = logging.getLogger(__name__)
 _UNBLOCK_S = 0.02
 _R = TypeVar("_R")
+_DEFAULT_ASSIGNMENT = assignments.ShiftRanks()  # it holds nothing
 
 
 @dataclass(kw_only=True, eq=False)
@@ -99,11 +101,13 @@ class Wrapper(Settings):
     hooks: Hooks = field(init=False, repr=False)
     store_factory: Any = TCPStore
     abort: Hook | None = AbortTorchDistributed()  # noqa: RUF009 - it holds nothing
-    rank_assignment: Hook | None = assignments.ShiftRanks()  # noqa: RUF009 - it holds nothing
+    rank_assignment: Hook | None = _DEFAULT_ASSIGNMENT
     sections: SectionSettings | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rank_assignment is _DEFAULT_ASSIGNMENT and NodeLayout.from_environment() is not None:
+            self.rank_assignment = assignments.WholeNodes()
         interpreter()
         self.hooks = Hooks(self)
 

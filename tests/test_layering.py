@@ -61,8 +61,8 @@ INPROCESS_LAYERS: tuple[set[str], ...] = (
     {"ipc"},  # shared with ckpt, so it knows nothing of either
     {"fault_classes", "process_end"},
     # Mechanisms that know nothing of restarts.
-    {"attribution", "compose", "deferred_log", "exception", "hardware", "main_thread", "modes", "old_threads"}
-    | {"process_state", "rank_environment", "settings", "tools"},
+    {"attribution", "compose", "deferred_log", "exception", "hardware", "main_thread", "modes", "node_layout"}
+    | {"old_threads", "process_state", "rank_environment", "settings", "tools"},
     {"bounded_waits", "torn_locks"},
     {"leftovers", "node_health", "unblock"},
     {"blame", "coordination", "progress_watchdog", "protocol_phases", "reasons", "repetition"}

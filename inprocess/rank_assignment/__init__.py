@@ -2,8 +2,8 @@
 
 *Numberings* (`ShiftRanks`, `FillGaps`, `LauncherOrder`) give the survivors dense ranks. *Filters* stand left of them in
 `Compose` and decide who is active (`ActivateAllRanks`, `MaxActiveWorldSize`, `ActiveWorldSizeDivisibleBy`);
-`FilterCountGroupedByKey` stands right of them and decides who does not survive. `Tree` does all of this along the
-topology of the job, alone.
+`FilterCountGroupedByKey` stands right of them and decides who does not survive. `WholeNodes` and `Tree` do all of this
+along the topology of the job, alone.
 """
 
 from inprocess.exception import RankDiscarded
@@ -18,6 +18,7 @@ from inprocess.rank_assignment.filter_grouped_by_key import FilterCountGroupedBy
 from inprocess.rank_assignment.numbering import FillGaps, LauncherOrder, ShiftRanks
 from inprocess.rank_assignment.rank_tree import Layer, LayerFlag
 from inprocess.rank_assignment.tree import Tree
+from inprocess.rank_assignment.whole_nodes import WholeNodes
 
 __all__ = [
     "RankAssignment",
@@ -27,6 +28,7 @@ __all__ = [
     "ShiftRanks",
     "FillGaps",
     "LauncherOrder",
+    "WholeNodes",
     "ActivateAllRanks",
     "MaxActiveWorldSize",
     "ActiveWorldSizeDivisibleBy",

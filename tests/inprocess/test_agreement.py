@@ -24,6 +24,7 @@ from inprocess.coordination.etcd import EtcdClient
 from inprocess.coordination.etcd_gateway import EtcdCluster
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreLostError
 from inprocess.joining import Newcomer, Place, Rejoin, newcomer_from_environment
+from inprocess.repetition import FaultHistory
 from inprocess.settings import RejoinPolicy
 from inprocess.store import FileStore, PrefixStore
 from tests.inprocess.etcd import Etcd, needs_etcd, running_etcd
@@ -344,20 +345,21 @@ def test_the_wait_for_the_roster_names_who_has_come(open_store: Open) -> None:
 
 def test_the_roster_has_the_history_of_the_faults(open_store: Open) -> None:
     fault = replace(record(1, summary="ValueError: 1"), place="a.py:1 in f")
-    for iteration, ages in enumerate(((0.0,), (61.0, 0.0), (122.0, 61.0))):
+    counts = (1, 2, 2, 3)  # the third restart was asked for by one that joins, in the fourth one waits
+    for iteration, ages in enumerate(((0.0,), (61.0, 0.0), (122.0, 61.0), (183.0, 122.0, 0.0))):
         agreements = [Agreement(open_store(iteration), iteration, 2) for _ in range(2)]
         for rank, agreement in enumerate(agreements):
             agreement.publish_rank(10 + rank, rank)
-        if iteration == 2:
-            Agreement.announce_newcomer(open_store(0).base_store, 20, 3)
-        agreements[1].interrupt(fault)
+        if iteration >= 2:
+            Agreement.announce_newcomer(open_store(0).base_store, 18 + iteration, 3)
+        agreements[1].interrupt(replace(fault, interruption=Interruption.NEWCOMER) if iteration == 2 else fault)
         for rank, pings in enumerate((5, 3)):
             agreements[rank].report_progress({"step": 7, "pings": pings, "seconds": 60 + rank})
             agreements[rank].arrive_at_end(10 + rank)
         first, second = (agreements[rank].wait_roster(10 + rank, LONG_S).faults for rank in range(2))
         assert first == second
-        assert first.counts == {"ValueError at a.py:1 in f": min(2, iteration + 1)}
-        assert first.latest == (tuple(first.counts) if iteration < 2 else ())  # it was for the one that joins
+        assert first.counts == {"ValueError at a.py:1 in f": counts[iteration]}
+        assert first.latest == (() if iteration == 2 else tuple(first.counts))
         assert first.ages == ages
         assert first.progress == {"step": 7, "pings": 5}
 
@@ -435,6 +437,9 @@ def end(agreements: list[Agreement]) -> Roster:
     return roster
 
 
+ONE_FAULT = FaultHistory(ages=(0.0,))
+
+
 def never() -> Rejoin:
     return Rejoin(RejoinPolicy.from_text("next-restart"), 3, int)
 
@@ -451,11 +456,11 @@ def test_newcomers_are_numbered_behind_all_others(open_store: Open, pool: Thread
     while base.members("joining") != {"20", "21"}:
         time.sleep(0.01)
     agreements[1].mark_departed(11)
-    initial_ranks = (10, -1, 12, 20, 21)
+    initial_ranks = (10, 11, 12, 20, 21)
     assert end(agreements) == Roster(frozenset({1}), frozenset({11}), (20, 21), initial_ranks)
     for rank, initial_rank in ((3, 20), (4, 21)):
         place = waiting[initial_rank].result(LONG_S)
-        assert place == Place(0, rank, 5, frozenset({1}), initial_ranks, interruptions=(record(0),))
+        assert place == Place(0, rank, 5, frozenset({1}), initial_ranks, (record(0),), ONE_FAULT)
     # They are named once, also by those who do not know yet that they have joined.
     second = [Agreement(open_store(1), 1, 2) for _ in range(2)]
     for rank, agreement in enumerate(second):
@@ -478,7 +483,7 @@ def test_a_newcomer_that_is_slow_finds_its_place_later(open_store: Open) -> None
     Agreement.announce_newcomer(open_store(0).base_store, 20, 3)
     assert end(agreements).joined == (20,)
     place = place_of(open_store, 20)
-    assert place == Place(0, 3, 4, frozenset(), (10, 11, 12, 20), interruptions=(record(0),))
+    assert place == Place(0, 3, 4, frozenset(), (10, 11, 12, 20), (record(0),), ONE_FAULT)
     assert RestartIndex(open_store(0).base_store).current() == 1
 
 

@@ -12,11 +12,11 @@
         cycle_logs       a file per cycle with the output of the workers
         orphans          processes and GPU memory that workers leave behind
         survivors        policy "in-process": workers that go on when others have failed
-        open_calls       which workers are in a call of the wrapper, and have failed if they end
+        open_calls       which workers are in a call of the wrapper, and have failed if they end; which have joined
         inboxes          signals to the launcher, and requests of ranks (FT_LAUNCHER_IPC_SOCKET)
       rendezvous_rounds  which nodes are in the next cycle, if they have fixed ranks
       dynamic_rounds     the same for nodes that come and go
-        node_choice      which of them train, and their group ranks
+        round_state      which of them are in the round, and which are spares; `rank_assignment.node_choice` chooses
         count_watch      which of them do not answer
       meeting            what the nodes of one cycle tell each other, in the store of the rendezvous
         node_table       the workers of each node, there

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import time
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -36,7 +35,6 @@ from inprocess.fault_tolerance.launcher.workers import (
     wait_readable,
 )
 from inprocess.ipc.process_one import reap_adopted
-from inprocess.joining import JOIN, JOINED_FILE
 
 _log = logging.getLogger(__name__)
 _LEAVE_TIMEOUT_S = 10.0
@@ -223,26 +221,44 @@ class LauncherAgent(LocalElasticAgent):
                 replace_worker=self._replace_worker,
                 most_replacements=options.max_replacements,
                 note_cause=self._resources.network.note_cause,
+                joining={rank: self._open_calls.joined_file(rank) for rank in workers.pids} if meeting.is_late else {},
             )
 
     def _replace_worker(self, local_rank: int, number: int) -> str:
         """Start a process in the place of a worker that has ended; see `Survivors`."""
         assert self._pcontext is not None
-        folder = os.path.dirname(self._pcontext.error_files[local_rank])
-        joined = os.path.join(folder, f"joined.{self._workers.starts[local_rank]}")
-        lost = self._worker_group.workers[local_rank]
-        initial_rank = int(lost.global_rank) + int(lost.world_size) * (number + 1)
-        variables = {JOIN: str(initial_rank), JOINED_FILE: joined}
+        lost, layout = self._worker_group.workers[local_rank], self._resources.rounds.layout()
+        places = int(lost.world_size) if layout is None else layout.places
+        variables = self._open_calls.joining(local_rank, int(lost.global_rank) + places * (number + 1))
         self._open_calls.forget(local_rank)
         preloaded = self._resources.preloaded
         lost.id = start_worker(self._pcontext, self._workers, local_rank, variables, preloaded.handler)
         preloaded.fill(_PRELOAD_DELAY_S)
         self._resources.monitors.end_with_us(local_rank, self._workers.pids[local_rank])
-        return joined
+        return self._open_calls.joined_file(local_rank)
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Return the workers with their ranks. A node that joins a running cycle has larger ones than all others."""
+        if group_rank < group_world_size:
+            workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+            return workers
+        first, size = self._resources.rounds.first_rank(), group_world_size * spec.local_world_size
+        return [
+            Worker(local_rank, rank, role_rank=rank, world_size=size, role_world_size=size)
+            for local_rank, rank in enumerate(range(first, first + spec.local_world_size))
+        ]
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
         """Add our variables to those of the workers. Torch's agent calls this when it has made them."""
+        rounds = self._resources.rounds
+        layout = rounds.layout()
         for local_rank, env in envs.items():
+            if layout is not None:
+                env.update(layout.environment())
+            if rounds.meeting is not None and rounds.meeting.is_late:
+                env.update(self._open_calls.joining(local_rank, int(env["RANK"])))
             env.update(self._resources.inbox.environment)
             env.update(self._resources.monitors.environment(local_rank))
             env.update(self._open_calls.environment(local_rank))
@@ -252,7 +268,7 @@ class LauncherAgent(LocalElasticAgent):
         """Wait for the end of the cycle. Monitors that end are replaced meanwhile."""
         is_done = False
         while True:
-            self._wait(None if meeting.nodes == 1 and not self._is_polled else self._worker_group.spec.monitor_interval)
+            self._wait(None if meeting.is_alone and not self._is_polled else self._worker_group.spec.monitor_interval)
             number = self._resources.signals.take()
             if number is not None:
                 return self._end_gracefully(number, meeting, is_done)
@@ -295,7 +311,11 @@ class LauncherAgent(LocalElasticAgent):
         if admission.unfit is None or is_done or not (is_news or is_second):
             return None
         if self._cycle < self._worker_group.spec.max_restarts and self._resources.rounds.has_spare():
-            return CycleEnd(f"a node is unfit: {admission.refuse()}", is_ours=True)
+            reason = admission.refuse()
+            if self._resources.options.hot_spares:  # the workers of the others go on, as when this node is lost
+                self._resources.rounds.leave()
+                return CycleEnd("unfit", admission.exit(str(reason)))
+            return CycleEnd(f"a node is unfit: {reason}", is_ours=True)
         if is_news:
             _log.error("this node goes on until the next rendezvous: no spare is seen to run, or no restart is left")
         return None
@@ -363,7 +383,10 @@ class LauncherAgent(LocalElasticAgent):
                 is_over = self._wait_for_others(meeting, deadline)
             return CycleEnd("done", LauncherExit(0, f"{number.name}: the workers have ended with 0", ends_job=is_over))
         outcome = LauncherExit(128 + number, f"{number.name}: not all workers have ended with 0")
-        return CycleEnd(outcome.reason, outcome, is_ours=meeting.nodes > 1)
+        # With hot spares the workers of the others go on, as when this node is lost.
+        return CycleEnd(
+            outcome.reason, outcome, is_ours=not meeting.is_alone and not self._resources.options.hot_spares
+        )
 
     def _look_alone(self) -> CycleEnd | None:
         """Do as `_look` does, whether the store answers or not."""

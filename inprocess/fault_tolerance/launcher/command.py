@@ -148,8 +148,10 @@ def _rounds(options: LauncherOptions, config: LaunchConfig, silence_s: float, si
         alive_interval_s=_alive_interval_s(config),
         silence_s=silence_s,
         is_mended=not options.leaves_survivors,
+        most_nodes=config.max_nodes if options.hot_spares else config.min_nodes,
     )
-    return DynamicRounds(bounded(store), config.run_id, this_node(config.local_addr, options.segment_id), rules)
+    node = this_node(config.local_addr, options.segment_id, config.nproc_per_node)
+    return DynamicRounds(bounded(store), config.run_id, node, rules)
 
 
 def _silence_s(config: LaunchConfig) -> float:

@@ -80,7 +80,7 @@ def decide(
     if request is not None:
         resources.rounds.leave()
         reason = f"a rank has asked to leave this node out: {request.description}"
-        if meeting.nodes == 1:
+        if meeting.is_alone:
             return LauncherExit(1, reason)  # on the only node this is a failure of the job
         return LauncherExit(0, reason, is_excluded=True)
     return None

@@ -11,7 +11,7 @@ In the store of the job, below `rendezvous/<id of the job>`:
 A node that wants to train is a candidate. A round begins when no node of the round before runs any more (all have come
 again, have left, or are silent) and the candidates suffice; any of them may begin it, with the nodes of `choose_nodes`.
 The others stay candidates: they are the spares. A spare that sees a silent node, and can fill its place with the other
-candidates, asks the nodes of the round to meet again.
+candidates, asks the nodes of the round to meet again. With --ft-hot-spares, spares join the running round instead.
 
 Clocks of nodes are not compared: a node is silent if its count does not change while the observer's clock goes on.
 """
@@ -19,7 +19,6 @@ Clocks of nodes are not compared: a node is silent if its count does not change 
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import random
@@ -27,8 +26,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -44,9 +43,11 @@ from torch.distributed.elastic.rendezvous import (
 
 from inprocess.fault_tolerance.launcher.count_watch import CountWatch
 from inprocess.fault_tolerance.launcher.meeting import Meeting
-from inprocess.fault_tolerance.launcher.node_choice import LauncherNode, choose_nodes
 from inprocess.fault_tolerance.launcher.rendezvous_rounds import MEETING_PREFIX, Rounds
+from inprocess.fault_tolerance.launcher.round_state import RoundState
 from inprocess.fault_tolerance.launcher.worker_causes import cause_of_node
+from inprocess.node_layout import MOST_NODES, NodeLayout
+from inprocess.rank_assignment.node_choice import LauncherNode, choose_nodes
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -60,7 +61,8 @@ class RoundRules:
     """The rules of a rendezvous, the same on all nodes: how many train, in blocks of how many from one segment.
 
     A node that is silent for `silence_s` is lost. `join_timeout_s` is how long candidates wait while no node trains.
-    `is_mended`: a spare makes the nodes of a round meet again if one of them is lost.
+    `is_mended`: a spare makes the nodes of a round meet again if one of them is lost. A round may have `most_nodes`, if
+    these are more than `nodes`: the others join it after it has begun, as spares.
     """
 
     nodes: int
@@ -69,76 +71,20 @@ class RoundRules:
     alive_interval_s: float
     silence_s: float
     is_mended: bool
+    most_nodes: int = 0
+
+    @property
+    def grows(self) -> bool:
+        """Whether nodes may join a round after it has begun."""
+        return self.most_nodes > self.nodes
 
 
-@dataclass(frozen=True)
-class RoundState:
-    """The rendezvous of a job. `members` are the nodes of round `number`, by group rank; those in `running` are in it.
-
-    `trained` are the addresses of all nodes that were members. Round 0 has none. `lost` names the nodes of the round
-    before that were silent.
-    """
-
-    number: int = 0
-    members: tuple[LauncherNode, ...] = ()
-    running: frozenset[str] = frozenset()
-    candidates: tuple[LauncherNode, ...] = ()
-    trained: frozenset[str] = frozenset()
-    lost: tuple[str, ...] = ()
-    is_closed: bool = False
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> RoundState:
-        """Read what `to_json` has written."""
-        values = json.loads(text)
-        for name in ("members", "candidates"):
-            values[name] = tuple(LauncherNode(**each) for each in values[name])
-        for name in ("running", "trained"):
-            values[name] = frozenset(values[name])
-        return cls(**{**values, "lost": tuple(values["lost"])})
-
-    def to_json(self) -> str:
-        """Return the state as text."""
-        values = asdict(self)
-        for name in ("running", "trained"):
-            values[name] = sorted(values[name])
-        return json.dumps(values)
-
-    def place_of(self, node: LauncherNode) -> int | None:
-        """Return the group rank of a node that is in the round; None if it is not."""
-        return self.members.index(node) if node.key in self.running else None
-
-    def without(self, keys: Collection[str]) -> RoundState:
-        """Return the state when these nodes are neither in the round nor candidates."""
-        others = tuple(node for node in self.candidates if node.key not in keys)
-        return replace(self, running=self.running.difference(keys), candidates=others)
-
-    def with_candidate(self, node: LauncherNode) -> RoundState:
-        """Return the state when a node wants to be in the next round."""
-        others = self.without({node.key})
-        return replace(others, candidates=(*others.candidates, node))
-
-    def begin(self, members: list[LauncherNode], silent: frozenset[str] = frozenset()) -> RoundState:
-        """Return the state when the next round has begun, without the nodes that are silent."""
-        keys = frozenset(node.key for node in members)
-        lost = [
-            f"{rank} ({node.address})" for rank, node in enumerate(self.members) if node.key in self.running & silent
-        ]
-        return replace(
-            self.without(keys | silent),
-            number=self.number + 1,
-            members=tuple(members),
-            running=keys,
-            trained=self.trained | {node.address for node in members},
-            lost=tuple(lost),
-        )
-
-
-def this_node(local_addr: str | None, segment: str) -> LauncherNode:
+def this_node(local_addr: str | None, segment: str, processes: int = 1) -> LauncherNode:
     """Return this launcher as a node; SLURM's number of the process gives the order, if there is one."""
     order = os.environ.get("SLURM_PROCID", "")
     address = local_addr or socket.getfqdn()
-    return LauncherNode(uuid.uuid4().hex[:12], address, os.getpid(), segment, int(order) if order.isdecimal() else 0)
+    number = int(order) if order.isdecimal() else 0
+    return LauncherNode(uuid.uuid4().hex[:12], address, os.getpid(), segment, number, processes)
 
 
 class DynamicRounds(Rounds):
@@ -179,7 +125,7 @@ class DynamicRounds(Rounds):
         for node in state.lost:
             _log.warning("cause: %s", cause_of_node(node, "lost", f"silent for {self._rules.silence_s:g} s"))
         store = self._store_of(state)
-        self.meeting = Meeting(PrefixStore(MEETING_PREFIX, store), rank, len(state.members))
+        self.meeting = self._meeting_of(state, rank)
         return RendezvousInfo(store, rank, len(state.members), self._store_for_workers(rank, store))
 
     def leave(self) -> None:
@@ -230,8 +176,23 @@ class DynamicRounds(Rounds):
             return False
         self._first_counts = {key: self._first_counts.get(key, count) for key, count in counts.items()}
         spares = [node for node in state.candidates if self._first_counts[node.key] != counts[node.key]]
-        others = [node for node in state.members if node.key in state.running and node != self._node]
+        others = [node for node in state.nodes if node.key in state.running and node != self._node]
         return choose_nodes([*spares, *others], state.members, state.trained, rules.nodes, rules.block) is not None
+
+    def layout(self) -> NodeLayout | None:
+        """See base class. All nodes must have as many processes."""
+        return self._layout_of(self._state)
+
+    def _layout_of(self, state: RoundState) -> NodeLayout | None:
+        if not self._rules.grows or {node.processes for node in state.members} != {self._node.processes}:
+            return None
+        return NodeLayout(self._node.processes, tuple(map(state.segment_of, state.members)), self._rules.block)
+
+    def first_rank(self) -> int:
+        """See base class."""
+        state, layout = self._state, self.layout()
+        assert layout is not None
+        return layout.first_rank_of(state.nodes.index(self._node), state.segment_of(self._node))
 
     def hosts_store(self) -> bool:
         """See base class."""
@@ -277,7 +238,7 @@ class DynamicRounds(Rounds):
             silent = silence.look([*state.running, *(node.key for node in state.candidates)])
             if (state, silent) != looked_at:
                 looked_at = state, silent
-                if self._begin_or_mend(state, silent):
+                if self._begin_or_mend(state, silent) or (state.number != left and self._join_round(state, silent)):
                     continue
             if state.running.difference(silent):
                 if not is_spare and state.number != left:
@@ -296,7 +257,7 @@ class DynamicRounds(Rounds):
         """
         rules = self._rules
         present = [node for node in state.candidates if node.key not in silent]
-        running = [node for node in state.members if node.key in state.running - silent]
+        running = [node for node in state.nodes if node.key in state.running - silent]
         if running and (not rules.is_mended or len(running) == len(state.members)):
             return False
         if len(present) + len(running) < rules.nodes:
@@ -306,12 +267,26 @@ class DynamicRounds(Rounds):
             return False
         if state.running:  # also those that are silent: they may only have been stopped, and go on
             lost = [f"{rank} ({node.address})" for rank, node in enumerate(state.members) if node not in running]
-            meeting = Meeting(PrefixStore(MEETING_PREFIX, self._store_of(state)), 0, len(state.members))
-            meeting.ask_restart(f"a node has left and a spare waits: node {', '.join(lost)}")
+            self._meeting_of(state, 0).ask_restart(f"a node has left and a spare waits: node {', '.join(lost)}")
         if running:
             return False
         self._change(lambda now: now.begin(chosen, silent) if now == state else now)
         return True
+
+    def _join_round(self, state: RoundState, silent: frozenset[str]) -> bool:
+        """Join the round that runs, as a spare, if there is room. Returns whether the state has changed."""
+        running = state.running - silent
+        has_room = 0 < len(running) < self._rules.most_nodes and len(state.nodes) < MOST_NODES
+        has_others = sum(node.processes for node in state.members) > 1  # a rank that is alone meets no others
+        can_join = self._layout_of(state) is not None and has_room and has_others
+        if not can_join or self._meeting_of(state, 0).has_words():
+            return False
+        self._change(lambda now: now.join(self._node) if now == state else now)
+        return True
+
+    def _meeting_of(self, state: RoundState, rank: int) -> Meeting:
+        store = PrefixStore(MEETING_PREFIX, self._store_of(state))
+        return Meeting(store, rank, len(state.members), self._rules.grows)
 
     def _store_of(self, state: RoundState) -> PrefixStore:
         return PrefixStore(f"round_{state.number}", self._store)

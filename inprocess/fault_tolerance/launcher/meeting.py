@@ -9,6 +9,7 @@
     replacements   how many processes were started in place of lost workers (policy "in-process")
     alive/<node>   incremented while the node's launcher runs (policy "in-process")
     left           how many nodes know that the job is over
+    joined         the nodes that have joined since: see `node_table`
     ...            the workers of each node: see `node_table`
 
 If several nodes announce the same word the first one counts, so all nodes read the same. Values are JSON.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,36 +55,56 @@ class LauncherExit:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The shared state of one cycle, seen by node `node` of `nodes`. Any thread. All methods but `leave`: StoreLost."""
+    """The shared state of one cycle, seen by node `node` of `nodes`. Any thread. All methods but `leave`: StoreLost.
+
+    With `grows`, nodes may join after the cycle has begun, as spares: they have larger numbers.
+    """
 
     store: Any
     node: int
     nodes: int
+    grows: bool = False
 
     @functools.cached_property
     def table(self) -> NodeTable:
         """The workers of all nodes."""
         return NodeTable(self._ask, self.node, self.nodes)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether this node has joined after the cycle had begun."""
+        return self.node >= self.nodes
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other node, and never will be."""
+        return self.nodes == 1 and not self.grows
+
     def agree_on_cycle(self, mine: int, workers: int, said: str = "") -> tuple[int, list[str]]:
-        """Return the number of this cycle, the same on all nodes, and what each node has `said`.
+        """Return the number of this cycle, the same on all nodes, and what each of the first nodes has `said`.
 
         Enters this node's `workers` in the table. Waits for the others, a minute at most. MeetingError if a node does
         not come, or has asked for a restart.
         """
-        self.table.enter(workers)
+        if not self.is_late:
+            self.table.enter(workers)
         values = [json.loads(value) for value in self.gather("cycle", json.dumps([mine, said]))]
+        if self.is_late:
+            self.table.join(workers)
         return max(int(number) for number, _ in values), [str(text) for _, text in values]
 
     def gather(self, name: str, value: str, timeout_s: float = _AGREE_TIMEOUT_S) -> list[str]:
         """Return the values of all nodes under this name, by node, once each has called this. Each name once.
 
-        MeetingError if one has not after `timeout_s`, or has asked for a restart.
+        Those of nodes that are late do not count. MeetingError if a node has not called this after `timeout_s`, or has
+        asked for a restart.
         """
-        if self.nodes == 1:
+        if self.is_alone:
             return [value]
-        self._ask("set", f"{name}/{self.node}", value)
-        count = int(self._ask("add", f"{name}/count", 1))  # after the value: a node that sees the count finds it
+        if not self.is_late:
+            self._ask("set", f"{name}/{self.node}", value)
+        # After the value: a node that sees the count finds it.
+        count = int(self._ask("add", f"{name}/count", 0 if self.is_late else 1))
         deadline = time.monotonic() + timeout_s
         while count < self.nodes:
             if self.has_words() or time.monotonic() > deadline:
@@ -103,7 +124,7 @@ class Meeting:
 
     def has_words(self) -> bool:
         """Whether a node has announced a restart or the end. One round trip."""
-        return self.nodes > 1 and int(self._ask("add", "words", 0)) > 0
+        return not self.is_alone and int(self._ask("add", "words", 0)) > 0
 
     def restart_reason(self) -> str | None:
         """Return the reason of the restart; None if no node has asked for one."""
@@ -117,12 +138,12 @@ class Meeting:
 
     def report_done(self) -> None:
         """Report that the workers of this node have ended with 0, all that are not lost."""
-        if self.nodes > 1:
+        if not self.is_alone:
             self.table.report(replace(self.table.own, is_done=True))
 
     def all_done(self) -> bool:
         """Whether the workers of all nodes have ended with 0."""
-        return self.nodes == 1 or self.table.all_over()
+        return self.is_alone or self.table.all_over()
 
     def number_replacement(self) -> int:
         """Return the number of a replacement worker: 0 for the first of all nodes, then 1, ..."""
@@ -132,19 +153,18 @@ class Meeting:
         """Increment this node's count for `alive`."""
         self._ask("add", f"alive/{self.node}", 1)
 
-    def alive(self) -> dict[int, int]:
-        """Return the counts of the other nodes that are not done. A round trip per node."""
-        others = [node for node in self.table.waited_for() if node != self.node]
-        return {node: int(self._ask("add", f"alive/{node}", 0)) for node in others}
+    def alive(self, nodes: Iterable[int]) -> dict[int, int]:
+        """Return the counts of these nodes. A round trip per node."""
+        return {node: int(self._ask("add", f"alive/{node}", 0)) for node in nodes}
 
     def leave(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until all nodes know of the end: this process may host the store."""
-        if self.nodes == 1:
+        if self.is_alone:
             return
         deadline = time.monotonic() + timeout_s
         try:
             count = int(self._ask("add", "left", 1))
-            while count < self.nodes and time.monotonic() < deadline:
+            while count < self.table.answering() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 count = int(self._ask("add", "left", 0))
         except StoreLost:

@@ -106,7 +106,7 @@ class NetworkCheck:
         MeetingError if the nodes must meet again, because one has left or does not answer. Returns within the limits of
         the stages, whatever hangs. A signal handler may raise meanwhile.
         """
-        if meeting.nodes == 1 or not self._config.network_check:
+        if meeting.nodes == 1 or meeting.is_late or not self._config.network_check:
             return None
         address = self._rounds.store_address
         if not all(states) or address is None:

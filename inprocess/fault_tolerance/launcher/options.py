@@ -37,6 +37,7 @@ class LauncherOptions:
     term_timeout_s: float
     no_restart_exit_code: int
     restart_policy: str
+    hot_spares: bool
     min_workers: int
     max_replacements: int
     cycle_log_prefix: str | None  # see `cycle_logs`
@@ -105,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     spellings = ["--ft-rejoin", "--ft_rejoin"]
     group.add_argument(*spellings, type=_rejoin, metavar="{now,after=SECONDS,next-restart}", help=text)
+    text = (
+        "spare nodes (--nnodes=MIN:MAX) start their workers at once: they take the places of those of a lost node when "
+        "the others restart in their processes. inprocess.Wrapper assigns ranks by whole nodes then"
+    )
+    group.add_argument("--ft-hot-spares", "--ft_hot_spares", action="store_true", help=text)
     group = parser.add_argument_group("faults that come back (these replace arguments of inprocess.Wrapper in workers)")
     text = "how often the same fault may end an iteration without progress between, or none (3)"
     _add_limit(group, "max-same-faults", _count_or_unlimited, "N", text)
@@ -168,6 +174,8 @@ def _check_restart_policy(args: argparse.Namespace) -> None:
     for name in ("min-workers", "max-replacements", "rejoin"):
         if not is_in_process and getattr(args, f"ft_{name.replace('-', '_')}") is not None:
             raise ValueError(f"--ft-{name} has a meaning only with --ft-restart-policy={config_cli.IN_PROCESS}")
+    if args.ft_hot_spares and not is_in_process:
+        raise ValueError(f"--ft-hot-spares has a meaning only with --ft-restart-policy={config_cli.IN_PROCESS}")
     if args.ft_preload and (args.run_path or args.no_python):
         raise ValueError("--ft-preload is for programs that Python runs: leave out --run-path and --no-python")
     if args.ft_ladder is not None:
@@ -208,6 +216,7 @@ def _options(args: argparse.Namespace) -> LauncherOptions:
         term_timeout_s=args.term_timeout,
         no_restart_exit_code=args.ft_no_restart_exit_code,
         restart_policy=args.ft_restart_policy,
+        hot_spares=args.ft_hot_spares,
         min_workers=1 if args.ft_min_workers is None else args.ft_min_workers,
         max_replacements=_MAX_REPLACEMENTS if args.ft_max_replacements is None else args.ft_max_replacements,
         cycle_log_prefix=args.ft_per_cycle_applog_prefix,
@@ -256,5 +265,9 @@ def _complete(args: argparse.Namespace, default_port: Any) -> None:
         raise ValueError(f"--rdzv-backend={args.rdzv_backend} is not available: use c10d, or static")
     if args.rdzv_backend == "static" and fewest != most:
         raise ValueError("spare nodes (--nnodes=MIN:MAX) need a dynamic rendezvous: --rdzv-backend=c10d")
+    if args.ft_hot_spares and fewest == most:
+        raise ValueError(
+            f"--ft-hot-spares is for spare nodes, and --nnodes={args.nnodes} has none: use --nnodes=MIN:MAX"
+        )
     if not 0 < fewest <= most:
         raise ValueError(f"--nnodes={args.nnodes} is invalid")

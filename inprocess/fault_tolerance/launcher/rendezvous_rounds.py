@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from inprocess.fault_tolerance.launcher.bounded_store import BoundedStore, interruptible
 from inprocess.fault_tolerance.launcher.meeting import Meeting, StoreLost
+from inprocess.node_layout import NodeLayout
 
 MEETING_PREFIX = "inprocess.fault_tolerance"
 _POLL_S = 0.1
@@ -87,6 +88,14 @@ class Rounds(RendezvousHandler):
     def hosts_store(self) -> bool:
         """Whether this process hosts the store, so that the others end with it."""
         return False
+
+    def layout(self) -> NodeLayout | None:
+        """Return the first nodes of the round, for spare nodes to join it; None if they cannot."""
+        return None
+
+    def first_rank(self) -> int:
+        """Return the first initial rank of this node, which has joined the round after it had begun."""
+        raise NotImplementedError
 
     def is_deserted(self) -> bool:
         """Whether no node is in the rendezvous or waits for it."""

@@ -40,7 +40,8 @@ class Survivors:
     `silence_s` is lost. `error_files` are those of torch's workers, by local rank. `replace_worker(local_rank, number)`
     starts the `number`-th replacement of the job, and returns the path of a file that exists once it has joined; it is
     called at most `most_replacements` times. `left_early(local_rank)` tells whether a worker that has ended was in a
-    call of the wrapper. `note_cause` is called with the cause of each loss.
+    call of the wrapper. `note_cause` is called with the cause of each loss. `joining` are such files of workers that
+    are to join the job: those of a spare node.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Survivors:
         replace_worker: Callable[[int, int], str],
         most_replacements: int,
         note_cause: Callable[[Cause | None], object],
+        joining: Mapping[int, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failures: dict[int, Any] = {}  # torch's, by rank
@@ -70,7 +72,7 @@ class Survivors:
         self._start_process = replace_worker
         self._replacements_left = most_replacements
         self._note_cause = note_cause
-        self._waiting: dict[int, str] = {}  # replacements that have not joined: local rank -> file
+        self._waiting = dict(joining)  # workers that have not joined: local rank -> file
         self._is_complete = False  # a worker has ended with 0, so there is no restart any more
         self._clock = clock
         self._next_check_s = clock()
@@ -109,7 +111,7 @@ class Survivors:
     def _start_replacement(self, local_rank: int) -> None:
         if self._replacements_left == 0 or self._world_size == 1 or self._is_complete:
             return
-        if not self._processes.fds and self._meeting.nodes == 1:
+        if not self._processes.fds and self._meeting.is_alone:
             return  # there is no worker to join
         self._replacements_left -= 1
         try:
@@ -134,18 +136,22 @@ class Survivors:
     def watch_nodes(self, is_waiting: bool) -> CycleEnd | None:
         """Report that this node is alive, once a second, and notice nodes that are not.
 
-        They are noticed by the first node, and by nodes that only wait for the others (`is_waiting`). Returns the end
-        of the cycle if too few workers are left.
+        They are noticed by the first node that answers, and by nodes that only wait for the others (`is_waiting`); the
+        first one by all others. Returns the end of the cycle if too few workers are left. Workers that wait for a job
+        that is done are ended.
         """
         now = self._clock()
-        if self._meeting.nodes == 1 or now < self._next_check_s:
+        if self._meeting.is_alone or now < self._next_check_s:
             return None
         self._next_check_s = now + _ALIVE_INTERVAL_S
         self._meeting.say_alive()
         self._come_back()
-        if not is_waiting and self._meeting.node != 0:
-            return None
-        for node in sorted(self._silence.observe(self._meeting.alive())):
+        if self._meeting.is_late and self._waiting.keys() >= self._processes.running and not self._is_complete:
+            self._is_complete = not self._meeting.table.has_work()
+        others = [node for node in self._meeting.table.waited_for() if node != self._meeting.node]
+        if not is_waiting and others and others[0] < self._meeting.node:
+            others = others[:1]
+        for node in sorted(self._silence.observe(self._meeting.alive(others))):
             self._meeting.table.give_up(node)
             end = self._count_left(f"node {node} has not answered for {self._silence_s:g} s")
             if end is not None:

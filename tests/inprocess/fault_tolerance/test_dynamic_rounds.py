@@ -17,8 +17,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from inprocess.fault_tolerance.launcher.bounded_store import BoundedStore
-from inprocess.fault_tolerance.launcher.dynamic_rounds import DynamicRounds, RoundRules, RoundState, this_node
-from inprocess.fault_tolerance.launcher.node_choice import LauncherNode
+from inprocess.fault_tolerance.launcher.dynamic_rounds import DynamicRounds, RoundRules, this_node
+from inprocess.fault_tolerance.launcher.round_state import RoundState
+from inprocess.node_layout import NodeLayout
+from inprocess.rank_assignment.node_choice import LauncherNode
 
 RULES = RoundRules(nodes=3, block=1, join_timeout_s=30, alive_interval_s=0.5, silence_s=6, is_mended=True)
 LIMIT_S = 50
@@ -31,12 +33,13 @@ class Nodes:
         self._host = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30))
         self._pool = ThreadPoolExecutor(64)
         self.rounds: dict[str, DynamicRounds] = {}
+        self.segment, self.processes = "", 1  # of those that come from now on
 
     def join(self, names: str, rules: RoundRules = RULES) -> dict[str, Future[RendezvousInfo]]:
         for name in names:
             if name not in self.rounds:
                 store = TCPStore("127.0.0.1", self._host.port, timeout=timedelta(seconds=30))
-                node = replace(this_node(f"127.0.0.{ord(name)}", ""), order=ord(name))
+                node = replace(this_node(f"127.0.0.{ord(name)}", self.segment, self.processes), order=ord(name))
                 self.rounds[name] = DynamicRounds(BoundedStore(store, LIMIT_S, lambda: False), "job", node, rules)
         return {name: self._pool.submit(self.rounds[name].next_rendezvous) for name in names}
 
@@ -110,6 +113,68 @@ def test_a_spare_counts_when_it_is_seen_to_run(nodes: Nodes) -> None:
     assert asked.has_spare()
     nodes.rounds["d"].leave()
     assert not asked.has_spare()
+
+
+def test_spares_join_the_round_that_runs_as_long_as_there_is_room(nodes: Nodes) -> None:
+    rules = replace(RULES, most_nodes=5, is_mended=False)
+    by_rank(nodes.join("abc", rules), "abc")
+    nodes.segment = "other"
+    late = {name: nodes.join(name, rules)[name] for name in "de"}
+    found = {name: each.result(LIMIT_S) for name, each in late.items()}
+    assert {info.world_size for info in found.values()} == {3}
+    assert sorted(info.rank for info in found.values()) == [3, 4]
+    for name, info in found.items():
+        rounds = nodes.rounds[name]
+        assert rounds.meeting is not None
+        assert rounds.meeting.is_late
+        assert rounds.layout() == NodeLayout(1, (0, 0, 0))
+        assert rounds.first_rank() == NodeLayout(1, (0, 0, 0)).first_rank_of(info.rank, 1), "of another segment"
+
+    waits = nodes.join("f", rules)["f"]
+    wait_until(lambda: any(node.order == ord("f") for node in nodes.rounds["a"]._read().candidates))
+    nodes.rounds["b"]._heart.stop()
+    assert waits.result(LIMIT_S).rank == 5, "in the place of one that is silent"
+
+    meeting = nodes.rounds["a"].meeting
+    assert meeting is not None
+    meeting.ask_restart("a test")
+    again = nodes.join("g", rules) | nodes.join("f", rules)
+    time.sleep(1)  # neither the one that was in the round nor one that was not joins it now
+    assert not any(each.done() for each in again.values())
+    assert by_rank(nodes.join("aced", rules), "acd") == "adc", "it comes before others that have not been in the round"
+
+
+def test_nodes_with_another_number_of_processes_do_not_join(nodes: Nodes) -> None:
+    rules = replace(RULES, most_nodes=5, is_mended=False)
+    by_rank(nodes.join("abc", rules), "abc")
+    nodes.processes = 2
+    waits = nodes.join("d", rules)["d"]
+    wait_until(lambda: bool(nodes.rounds["a"]._read().candidates))
+    time.sleep(1)
+    assert not waits.done()
+
+
+def test_the_table_has_the_workers_of_nodes_that_join(nodes: Nodes) -> None:
+    rules = replace(RULES, most_nodes=4, is_mended=False)
+    by_rank(nodes.join("abc", rules), "abc")
+    late = nodes.join("d", rules)["d"]
+    late.result(LIMIT_S)
+    meetings = [rounds.meeting for rounds in nodes.rounds.values() if rounds.meeting is not None]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda meeting: meeting.agree_on_cycle(7, 2), meetings)) == [7] * 4
+    first, last = meetings[0], meetings[3]
+    assert [first.table.left(), first.table.answering()] == [6, 4], "its workers are lost until they have joined"
+    last.table.report(replace(last.table.own, lost=0))
+    assert first.table.left() == last.table.left() == 8
+    for meeting in meetings[:3]:
+        assert last.table.has_work()
+        meeting.report_done()
+    assert not first.all_done()
+    last.table.report(replace(last.table.own, lost=2))
+    assert not last.table.has_work(), "the others are done"
+    first.table.give_up(3)
+    assert first.all_done()
+    assert first.table.answering() == 3
 
 
 def test_a_store_that_is_lost_has_no_spare(nodes: Nodes) -> None:

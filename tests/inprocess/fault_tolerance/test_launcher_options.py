@@ -389,6 +389,20 @@ def test_how_many_workers_must_be_left(capsys: pytest.CaptureFixture[str]) -> No
     assert "--run-path runs functions" in capsys.readouterr().err
 
 
+def test_hot_spares_are_for_restarts_in_the_processes_and_more_nodes_than_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    policy, spares = "--ft-restart-policy=in-process", ("--nnodes=2:3", "--rdzv-backend=c10d")
+    assert options("--ft-hot-spares", policy, *spares).hot_spares
+    assert not options(policy, *spares).hot_spares
+    for argv in (["--ft-hot-spares", *spares], ["--ft-hot-spares", policy, "--nnodes=2", "--rdzv-backend=c10d"]):
+        with pytest.raises(SystemExit):
+            options(*argv)
+    said = capsys.readouterr().err
+    assert "--ft-hot-spares has a meaning only with --ft-restart-policy=in-process" in said
+    assert "--nnodes=2 has none: use --nnodes=MIN:MAX" in said
+
+
 def test_when_replacements_join_is_passed_on_to_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
     policy = "--ft-restart-policy=in-process"
     assert options(policy).worker_environment == {}

@@ -57,7 +57,7 @@ class Nodes:
         self._options = options
         self._attempts = attempts
         self._script = script
-        self._env = env
+        self.env = env
         self._port = free_port()
         self._count = 0
 
@@ -74,7 +74,7 @@ class Nodes:
             f"--rdzv-conf=is_host={host},keep_alive_interval=1,keep_alive_max_attempt={self._attempts}",
             f"--local-addr=127.0.0.{address}",
             *self._options,
-            env={"TEST_NODE": address, "INPROCESS_SEGMENT": segment, **self._env},
+            env={"TEST_NODE": address, "INPROCESS_SEGMENT": segment, **self.env},
         )
 
     def trained_in(self, cycle: int, count: int) -> list[str]:

@@ -102,13 +102,13 @@ def test_a_program_finds_what_it_finds_in_a_process_of_its_own(
 def test_modules_of_the_program_are_not_taken_for_those_beside_the_waiting_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, safe_path: str
 ) -> None:
-    """The launcher has a module `node_choice`, too."""
+    """The launcher has a module `node_table`, too."""
     monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
-    (folder / "program" / "node_choice.py").write_text("MINE = True\n")
+    (folder / "program" / "node_table.py").write_text("MINE = True\n")
     main = folder / "program" / "main.py"
-    main.write_text(f"import node_choice\nassert node_choice.MINE\n{main.read_text()}")
+    main.write_text(f"import node_table\nassert node_table.MINE\n{main.read_text()}")
     found = []
-    for modules in ([], ["node_choice"]):
+    for modules in ([], ["node_table"]):
         preloaded = PreloadedWorkers(modules, 1)
         preloaded.fill()
         code, values, errors = run(folder, preloaded, [str(main), "0"])

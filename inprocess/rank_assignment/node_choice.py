@@ -14,7 +14,8 @@ from dataclasses import dataclass
 class LauncherNode:
     """A launcher that takes part in a rendezvous. `key` is its own; another one in its place has the same `address`.
 
-    Nodes are ordered by `order` (that of the scheduler), then by address and process id.
+    Nodes are ordered by `order` (that of the scheduler), then by address and process id. `processes` is how many
+    workers the launcher starts.
     """
 
     key: str
@@ -22,6 +23,7 @@ class LauncherNode:
     pid: int = 0
     segment: str = ""
     order: int = 0
+    processes: int = 1
 
     @property
     def sort_key(self) -> tuple[int, str, int, str]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from inprocess.fault_tolerance.launcher.node_choice import LauncherNode, choose_nodes
+from inprocess.rank_assignment.node_choice import LauncherNode, choose_nodes
 
 
 def nodes(text: str) -> list[LauncherNode]:
