@@ -35,6 +35,8 @@ from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.blame import blamed
 from inprocess.coordination import StoreVerbs
 from inprocess.coordination.namespace import PrefixView, RestartIndex
+from inprocess.coordination.verbs import VerbCall, in_bytes
+from inprocess.coordination.wire import Op
 from inprocess.exception import BarrierTimeout, StaleViewError, StoreTimeoutError
 from inprocess.ipc.suspension import Silence
 from inprocess.reasons import format_reason, parse_reason
@@ -114,8 +116,9 @@ class Agreement(Reports):
 
     def interrupt(self, record: InterruptionRecord) -> bool:
         """Report a fault. False, and no effect, if the iteration was completed before."""
-        self.report(record)
-        return self._decide(_OUTCOME, IterationOutcome.INTERRUPTED.value) == IterationOutcome.INTERRUPTED.value
+        interrupted = in_bytes(IterationOutcome.INTERRUPTED.value)
+        deciding = VerbCall(Op.COMPARE_SET, (_OUTCOME,), (b"", interrupted))
+        return self.store.perform_all([*self._reporting(record), deciding])[-1] == (interrupted,)
 
     def wait_outcome(self, timeout_s: float) -> IterationOutcome | None:
         """Return how the iteration ended; None if it has not within `timeout_s`."""

@@ -94,8 +94,9 @@ class InterruptionRecord:
         return (self.interruption.name, self.place, _NUMBERS.sub("#", self.summary)[:_COMPARED_CHARS])
 
     def __str__(self) -> str:
-        """Return the text form: one line of JSON, which `from_str` reads."""
-        return json.dumps(self.document())
+        """Return the text form: one line of JSON without empty values, which `from_str` reads."""
+        document = {name: value for name, value in self.document().items() if value or name == "rank"}
+        return json.dumps(document, separators=(",", ":"))
 
     def document(self) -> dict[str, Any]:
         """Return the values as JSON knows them."""

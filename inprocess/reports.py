@@ -12,6 +12,8 @@ from dataclasses import replace
 from inprocess.attribution import Interruption, InterruptionRecord, distinct_faults
 from inprocess.blame import Position
 from inprocess.coordination.namespace import PrefixView
+from inprocess.coordination.verbs import VerbCall, in_bytes
+from inprocess.coordination.wire import Op
 from inprocess.reasons import parse_records
 
 __all__ = ["Reports", "heartbeat_key"]
@@ -32,12 +34,16 @@ class Reports:
 
     def report(self, record: InterruptionRecord) -> None:
         """Report a fault, with its details where they are read."""
-        if record.detail:
-            self.store.set(_detail_key(record), record.detail)
+        self.store.perform_all(self._reporting(record))
+
+    def _reporting(self, record: InterruptionRecord) -> list[VerbCall]:
+        """Return the requests that report a fault, in the order in which they must be applied."""
+        values = {_detail_key(record): record.detail} if record.detail else {}
         if record.interruption is Interruption.SOFT_TIMEOUT:
-            self.store.set(_hang_key(record.rank), record.summary)
-            self.store.set(_HAS_HANG, "1")
-        self.store.append(_RECORDS, f"{replace(record, detail='')}\n")
+            values |= {_hang_key(record.rank): record.summary, _HAS_HANG: "1"}
+        line = f"{replace(record, detail='')}\n"
+        calls = [VerbCall(Op.SET, (key,), (in_bytes(value),)) for key, value in values.items()]
+        return [*calls, VerbCall(Op.APPEND, (_RECORDS,), (in_bytes(line),))]
 
     def records(self) -> tuple[InterruptionRecord, ...]:
         """Return the faults reported so far, without details; more may follow."""

@@ -78,6 +78,9 @@ class _ClientStore(StoreMixin, TorchStore):
             call = call._replace(timeout=self.timeout)  # which torch may have changed
         return self.client.perform(call)
 
+    def perform_all(self, calls: Sequence[VerbCall]) -> list[tuple[bytes, ...]]:
+        return self.client.perform_all(calls)
+
     # The names by which the C++ side of torch calls these two.
     deleteKey = StoreVerbs.delete_key  # noqa: N815
     getNumKeys = StoreVerbs.num_keys  # noqa: N815

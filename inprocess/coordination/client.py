@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -134,43 +134,47 @@ class StoreClient(StoreVerbs):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def perform(self, call: VerbCall) -> tuple[bytes, ...]:
-        op, names, values, timeout, _, guard = call
-        fields = [*map(str.encode, names), *values]
-        if op.reads:
-            return self._ask(op, *fields)
-        label = call.label if op.waits else ""
-        return self._ask(op, guard.key.encode(), guard.value.encode(), *fields, timeout=timeout, label=label)
+        return self._ask(_call_of(call), timeout=call.timeout, label=call.label if call.op.waits else "")[0]
 
-    def _ask(self, op: Op, *fields: bytes, timeout: timedelta | None = None, label: str = "") -> tuple[bytes, ...]:
-        """Send a request, and return the fields of its answer.
+    def perform_all(self, calls: Sequence[VerbCall]) -> list[tuple[bytes, ...]]:
+        return self._ask(*map(_call_of, calls))
+
+    def _ask(self, *calls: _Call, timeout: timedelta | None = None, label: str = "") -> list[tuple[bytes, ...]]:
+        """Send requests together, and return the fields of each answer. Only a single one may wait.
 
         An exception may be raised at any line; `finally` undoes what has to be undone.
         """
         if os.getpid() != self._pid:
             raise StoreError("this process was forked from one that uses the coordination store, and cannot use it")
-        encode(op, 0, *fields)  # WireError here if it is too large
-        call = _Call(op, fields)
+        for call in calls:
+            encode(call.op, 0, *call.fields)  # WireError here if it is too large
         try:
             if self._closing or self.failure is not None:
                 raise self.failure or StoreError("the client of the coordination store is closed")
-            self._outbox.append(call)
+            self._outbox.extend(calls)
             self._wake.set()
             if self._over:  # the client's thread ended just before
-                call.done.set()
-            waits_s = (self._timeout if timeout is None else timeout).total_seconds() if op.waits else None
-            if not wait_until_set(call.done, waits_s):
-                call.cancelled = True  # if the connection breaks now, the request is sent and cancelled again
-                self._outbox.append(call)
-                self._wake.set()
-                wait_until_set(call.done, None)
-            if call.answer is not None and call.answer.op is Op.CANCELLED:
-                raise StoreTimeoutError(f"{label} did not appear in the store within {waits_s:g} s")
+                for call in calls:
+                    call.done.set()
+            for call in calls:
+                self._await(call, timeout, label)
         finally:
-            if call.answer is None:
-                call.abandoned = True
-                if op.waits:
-                    self._outbox.append(call)
-        return self._fields(call)
+            for call in reversed(calls):  # so that of requests that are under way the later ones are left out
+                if call.answer is None:
+                    call.abandoned = True
+                    if call.op.waits:
+                        self._outbox.append(call)
+        return [self._fields(call) for call in calls]
+
+    def _await(self, call: _Call, timeout: timedelta | None, label: str) -> None:
+        waits_s = (self._timeout if timeout is None else timeout).total_seconds() if call.op.waits else None
+        if not wait_until_set(call.done, waits_s):
+            call.cancelled = True  # if the connection breaks now, the request is sent and cancelled again
+            self._outbox.append(call)
+            self._wake.set()
+            wait_until_set(call.done, None)
+        if call.answer is not None and call.answer.op is Op.CANCELLED:
+            raise StoreTimeoutError(f"{label} did not appear in the store within {waits_s:g} s")
 
     def _fields(self, call: _Call) -> tuple[bytes, ...]:
         answer = call.answer
@@ -260,22 +264,22 @@ class StoreClient(StoreVerbs):
         """Send first what was pending when the last connection broke, in the order of the ids."""
         self._calls = {id: call for id, call in sorted(self._calls.items()) if not call.abandoned}
         for call in self._calls.values():
-            connection.send(call.frame(self._floor()))
+            connection.queue(call.frame(self._floor()))
             if call.cancelled:
-                connection.send(encode(Op.CANCEL, call.id))
+                connection.queue(encode(Op.CANCEL, call.id))
 
-    def _send(self, connection: ClientConnection, call: _Call) -> None:
-        """Send a call from the outbox, or cancel it.
+    def _queue(self, connection: ClientConnection, call: _Call) -> None:
+        """Queue a call from the outbox, or its cancellation.
 
         Ids are assigned here, in one thread, so no change with an id below the floor can still be sent.
         """
         if call.id:
             if call.id in self._calls:
-                connection.send(encode(Op.CANCEL, call.id))
+                connection.queue(encode(Op.CANCEL, call.id))
         elif not call.abandoned:
             call.id = next(self._ids)
             self._calls[call.id] = call
-            connection.send(call.frame(self._floor()))
+            connection.queue(call.frame(self._floor()))
 
     def _converse(self, connection: ClientConnection) -> None:
         """Send and receive until the connection breaks (OSError), or this client closes."""
@@ -290,7 +294,8 @@ class StoreClient(StoreVerbs):
             if self._silence.seconds() >= self._patience_s:
                 raise TimeoutError(f"the server was silent for {self._patience_s:g} s")
             while self._outbox:
-                self._send(connection, self._outbox.popleft())
+                self._queue(connection, self._outbox.popleft())
+            connection.flush()
             poll.register(connection, select.POLLIN | (select.POLLOUT if connection.unsent else 0))
             pause_s = max(0.0, min(ping_at - now, self._patience_s - self._silence.seconds()))
             self._silence.expect(pause_s)
@@ -351,6 +356,12 @@ class _Call:
         if self.op.changes:
             fields = (*fields[:2], pack_number(floor), *fields[2:])
         return encode(self.op, self.id, *fields)
+
+
+def _call_of(call: VerbCall) -> _Call:
+    op, names, values, _, _, guard = call
+    fields = (*map(str.encode, names), *values)
+    return _Call(op, fields if op.reads else (guard.key.encode(), guard.value.encode(), *fields))
 
 
 _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()

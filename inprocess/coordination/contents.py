@@ -7,17 +7,27 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from inprocess.coordination.wire import MAX_VALUE, Frame, Op, WireError, number, pack_number
+from inprocess.coordination.wire import MAX_VALUE, Frame, Op, WireError, number, pack_fields, pack_number
 
 _MOST_BYTES = 256 << 20  # of all values and names together
 
-Answer = tuple[Op, tuple[bytes, ...]]
+Answer = tuple[Op, bytes]  # with its fields as they are sent: thousands of waiters may get the same
+_OK: Answer = (Op.OK, b"")
 _K = TypeVar("_K")
 _P = TypeVar("_P")
 
 
+def answer_number(value: int) -> Answer:
+    """Return the answer that is a number."""
+    return Op.OK, pack_fields(pack_number(value))
+
+
 class NotApplicable(Exception):
     """The change does not fit the value of the key, or would make the store too large."""
+
+    @property
+    def answer(self) -> Answer:
+        return Op.FAILED, pack_fields(str(self).encode())
 
 
 @dataclass(slots=True)
@@ -29,12 +39,15 @@ class _Memory:
     """
 
     floor: int = 0
+    latest: int = 0  # the highest id of `answers`
     answers: dict[int, Answer] = field(default_factory=dict)
 
     def raise_floor(self, floor: int) -> None:
         if floor > self.floor:
             self.floor = floor
-            if self.answers:
+            if floor > self.latest:
+                self.answers.clear()
+            else:
                 self.answers = {id: answer for id, answer in self.answers.items() if id >= floor}
 
 
@@ -61,7 +74,11 @@ class Contents:
         key, expected = guard
         if not key or self.keys.get(key, b"") == expected:
             return None
-        return Op.STALE, (bytes(self.keys.get(key, b"")),)
+        return self.stale_answer(key)
+
+    def stale_answer(self, key: bytes) -> Answer:
+        """Return the answer to requests whose guard is that this key has another value."""
+        return Op.STALE, pack_fields(bytes(self.keys.get(key, b"")))
 
     def forget_client(self, client: bytes) -> None:
         """Forget a client that sends nothing more."""
@@ -69,56 +86,63 @@ class Contents:
 
     def change(self, client: bytes, frame: Frame) -> Change:
         """Apply a frame that changes contents, unless it was applied before. ValueError if it is malformed."""
-        guard_key, guard_value, floor, *arguments = frame.fields
+        op, id, (guard_key, guard_value, floor, *arguments) = frame
         memory = self._clients.get(client)
         if memory is None:
             memory = self._clients[client] = _Memory()
         memory.raise_floor(number(floor))
-        if frame.id in memory.answers:
-            return Change(memory.answers[frame.id])
-        if frame.id < memory.floor:
-            return Change((Op.FAILED, (b"a late copy of a request that was given up",)))
-        stale = self.stale((guard_key, guard_value))
-        if stale is not None:
-            return Change(stale)
+        if id in memory.answers:
+            return Change(memory.answers[id])
+        if id < memory.floor:
+            return Change((Op.FAILED, pack_fields(b"a late copy of a request that was given up")))
+        if guard_key and self.keys.get(guard_key, b"") != guard_value:
+            return Change(self.stale_answer(guard_key))
         try:
-            change = _CHANGES[frame.op](self, arguments)
+            change = _CHANGES[op](self, arguments)
         except NotApplicable as error:
-            change = Change((Op.FAILED, (str(error).encode(),)))
-        memory.answers[frame.id] = change.answer
+            change = Change(error.answer)
+        memory.answers[id] = change[0]
+        if id > memory.latest:
+            memory.latest = id
         return change
 
     def read(self, frame: Frame) -> Answer:
         """Return the answer to a frame that reads. ValueError if it is malformed."""
         if frame.op is Op.MEMBERS:
             (name,) = frame.fields
-            return Op.OK, tuple(self.sets.get(name, ()))
-        count = len(self.keys) if frame.op is Op.NUM_KEYS else all(key in self.keys for key in frame.fields)
-        return Op.OK, (pack_number(count),)
+            return Op.OK, pack_fields(*self.sets.get(name, ()))
+        return answer_number(
+            len(self.keys) if frame.op is Op.NUM_KEYS else all(map(self.keys.__contains__, frame.fields))
+        )
 
     def answer_to(self, waiter: Waiter[Any]) -> Answer | None:
         """Return the answer to a waiting request; None as long as its condition does not hold."""
         if waiter.set_name is not None:
             size = len(self.sets.get(waiter.set_name, ()))
-            return (Op.OK, (pack_number(size),)) if size >= waiter.size else None
-        if any(key not in self.keys for key in waiter.keys):
-            return None
-        return Op.OK, tuple(bytes(self.keys[key]) for key in waiter.keys)
+            return answer_number(size) if size >= waiter.size else None
+        return self.values(waiter.keys)
+
+    def values(self, keys: tuple[bytes, ...]) -> Answer | None:
+        """Return the answer with the values of keys; None unless all exist."""
+        for key in keys:
+            if key not in self.keys:
+                return None
+        return Op.OK, pack_fields(*[self.keys[key] for key in keys])
 
     def meet(self, waiter: Waiter[Any], name: bytes, member: bytes, size: int) -> Answer | None:
         """Add a member; return the answer to the wait for a key; OK if there is none, and the set has this size."""
         try:
             is_last = self._enter(name, member, None) >= size
         except NotApplicable as error:
-            return Op.FAILED, (str(error).encode(),)
-        return self.answer_to(waiter) or ((Op.OK, ()) if is_last else None)
+            return error.answer
+        return self.answer_to(waiter) or (_OK if is_last else None)
 
     def attend(self, owner: object, name: bytes, member: bytes) -> Answer:
         """Add a member that `leave` takes away again, unless it has another owner by then."""
         try:
-            return Op.OK, (pack_number(self._enter(name, member, owner)),)
+            return answer_number(self._enter(name, member, owner))
         except NotApplicable as error:
-            return Op.FAILED, (str(error).encode(),)
+            return error.answer
 
     def leave(self, owner: object, name: bytes, member: bytes) -> None:
         """Remove a member, if it belongs to this owner."""
@@ -134,13 +158,13 @@ class Contents:
         keys = tuple(arguments[:half])
         for key, value in zip(keys, arguments[half:], strict=True):
             self._set(key, value)
-        return Change((Op.OK, ()), keys)
+        return Change(_OK, keys)
 
     def _add(self, arguments: Sequence[bytes]) -> Change:
         key, amount = arguments
         total = self._counter(key) + number(amount)
         self._set(key, str(total).encode())
-        return Change((Op.OK, (pack_number(total),)), (key,))
+        return Change(answer_number(total), (key,))
 
     def _append(self, arguments: Sequence[bytes]) -> Change:
         key, value = arguments
@@ -151,23 +175,23 @@ class Contents:
         if not isinstance(current, bytearray):
             current = self.keys[key] = bytearray(current)
         current += value
-        return Change((Op.OK, ()), (key,))
+        return Change(_OK, (key,))
 
     def _compare_set(self, arguments: Sequence[bytes]) -> Change:
         key, expected, desired = arguments
         current = self.keys.get(key)
         if current is None and expected:
-            return Change((Op.OK, (expected,)))  # as torch's stores answer when the key is absent
+            return Change((Op.OK, pack_fields(expected)))  # as torch's stores answer when the key is absent
         if current is None or (current == expected and current != desired):
             self._set(key, desired)
-            return Change((Op.OK, (desired,)), (key,))
-        return Change((Op.OK, (bytes(current),)))
+            return Change((Op.OK, pack_fields(desired)), (key,))
+        return Change((Op.OK, pack_fields(bytes(current))))
 
     def _delete_key(self, arguments: Sequence[bytes]) -> Change:
         (key,) = arguments
         old = self.keys.pop(key, None)
         self._bytes -= len(old or b"")
-        return Change((Op.OK, (pack_number(old is not None),)), () if old is None else (key,))
+        return Change(answer_number(old is not None), () if old is None else (key,))
 
     def _delete_prefix(self, arguments: Sequence[bytes]) -> Change:
         (prefix,) = arguments
@@ -177,11 +201,11 @@ class Contents:
             self._bytes -= len(self.keys.pop(key))
         for name in sets:
             self._bytes -= sum(map(len, self.sets.pop(name)))
-        return Change((Op.OK, (pack_number(len(keys) + len(sets)),)))
+        return Change(answer_number(len(keys) + len(sets)))
 
     def _arrive(self, arguments: Sequence[bytes]) -> Change:
         name, member = arguments
-        return Change((Op.OK, (pack_number(self._enter(name, member, None)),)), set_name=name)
+        return Change(answer_number(self._enter(name, member, None)), set_name=name)
 
     def _enter(self, name: bytes, member: bytes, owner: object) -> int:
         members = self.sets.setdefault(name, {})
@@ -252,19 +276,26 @@ class Waiters(Generic[_P]):
         else:
             waiter.filed = missing
             self._by_key.setdefault(missing, {})[waiter] = None
-        if waiter.guard[0]:
-            self._by_guard.setdefault(waiter.guard[0], {}).setdefault(waiter.guard[1], {})[waiter] = None
+        key, value = waiter.guard
+        if key:
+            self._by_guard.setdefault(key, {}).setdefault(value, {})[waiter] = None
 
-    def of_key(self, key: bytes) -> list[Waiter[_P]]:
+    def depend_on(self, key: bytes) -> bool:
+        """Return whether a waiter is filed under this key, or it is that of its guard."""
+        return key in self._by_key or key in self._by_guard
+
+    def of_key(self, key: bytes) -> Sequence[Waiter[_P]]:
         """Return the waiters filed under this key."""
-        return list(self._by_key.get(key, ()))
+        return tuple(self._by_key.get(key, ()))
 
-    def of_size(self, name: bytes, size: int) -> list[Waiter[_P]]:
+    def of_size(self, name: bytes, size: int) -> Sequence[Waiter[_P]]:
         """Return the waiters for at most this size of the set."""
-        by_size = self._by_size.get(name, {})
+        by_size = self._by_size.get(name)
+        if not by_size:
+            return ()
         return [waiter for wanted in sorted(by_size) if wanted <= size for waiter in by_size[wanted]]
 
-    def of_guard(self, key: bytes, value: bytes) -> list[Waiter[_P]]:
+    def of_guard(self, key: bytes, value: bytes | bytearray) -> Sequence[Waiter[_P]]:
         """Return the waiters whose guard is that this key has another value."""
         by_value = self._by_guard.get(key, {})
         return [waiter for wanted, waiters in by_value.items() if wanted != value for waiter in waiters]
@@ -278,11 +309,12 @@ class Waiters(Generic[_P]):
                 del self._by_size[waiter.set_name]
         else:
             _drop(self._by_key, waiter.filed, waiter)
-        if waiter.guard[0]:
-            by_value = self._by_guard[waiter.guard[0]]
-            _drop(by_value, waiter.guard[1], waiter)
+        key, value = waiter.guard
+        if key:
+            by_value = self._by_guard[key]
+            _drop(by_value, value, waiter)
             if not by_value:
-                del self._by_guard[waiter.guard[0]]
+                del self._by_guard[key]
 
 
 def _drop(table: dict[_K, dict[Waiter[_P], None]], key: _K, waiter: Waiter[_P]) -> None:

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import select
 import socket
 import time
+from typing import TYPE_CHECKING
 
 from inprocess.coordination.wire import (
     MAX_BODY,
+    MAX_GREETING,
     PROTOCOL,
     Access,
     Frame,
     FrameReader,
     Op,
+    WireError,
     encode,
+    encode_packed,
     proof,
 )
 from inprocess.ipc.proofs import fresh_nonce
 
+if TYPE_CHECKING:
+    from inprocess.coordination.contents import Answer, Waiter
+
 _RECEIVE = 1 << 16
 _SEND = 1 << 20
+_MOST_UNSENT = 64 << 20  # bytes queued for a client: one that does not read must not fill the memory
 _CLOSED = "the other end closed the connection"
 
 
@@ -29,6 +38,8 @@ class FrameStream:
 
     Every failure is an OSError, or a WireError if invalid data were received.
     """
+
+    __slots__ = ("_socket", "reader", "unsent")  # thousands of them are looked at in turn
 
     def __init__(self, sock: socket.socket, limit: int) -> None:
         self.reader = FrameReader(limit)
@@ -42,22 +53,18 @@ class FrameStream:
 
     def send(self, frame: bytes) -> None:
         """Send a frame; if the other end is slow, the rest is sent by a later `flush`."""
-        if not self.unsent:
-            try:
-                sent = self._socket.send(frame)
-            except BlockingIOError:
-                sent = 0
-            if sent == len(frame):
-                return
-            frame = frame[sent:]
-        self.unsent += frame
+        self.queue(frame)
         self.flush()
+
+    def queue(self, frame: bytes) -> None:
+        """Let the next `flush` send a frame."""
+        self.unsent += frame
 
     def flush(self) -> None:
         """Send as much as the other end accepts now."""
         while self.unsent:
             try:
-                sent = self._socket.send(memoryview(self.unsent)[:_SEND])
+                sent = self._socket.send(self.unsent if len(self.unsent) <= _SEND else memoryview(self.unsent)[:_SEND])
             except BlockingIOError:
                 return
             del self.unsent[:sent]
@@ -70,8 +77,7 @@ class FrameStream:
             return []
         if not data:
             raise ConnectionResetError(_CLOSED)
-        self.reader.feed(data)
-        return list(self.reader.frames())
+        return self.reader.take(data)
 
     def fill(self) -> None:
         """Receive once, blocking if the socket is."""
@@ -112,3 +118,82 @@ class ClientConnection(FrameStream):
                 return frame
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             self.fill()
+
+
+class ServerConnection(FrameStream):
+    """The server's end of a connection, non-blocking, in its thread.
+
+    `client` is set once it is authenticated; until then only a small frame is accepted. Frames are queued, and sent
+    when the server flushes the connections in `to_send`: one call of the system for all answers of a turn.
+    """
+
+    __slots__ = (
+        "_awaits_room",
+        "_epoll",
+        "_fd",
+        "_to_send",
+        "attends",
+        "client",
+        "closed",
+        "heard_at",
+        "name",
+        "nonce",
+        "waiting",
+    )
+
+    def __init__(self, sock: socket.socket, name: str, epoll: select.epoll, to_send: list[ServerConnection]) -> None:
+        super().__init__(sock, MAX_GREETING)
+        self.name = name
+        self.nonce = fresh_nonce()
+        self.client: bytes | None = None
+        self.waiting: dict[int, Waiter[ServerConnection]] = {}
+        self.attends: dict[tuple[bytes, bytes], None] = {}  # sets, and its members there
+        self.heard_at = time.monotonic()
+        self.closed = False
+        self._fd = sock.fileno()
+        self._epoll = epoll
+        self._to_send = to_send
+        self._awaits_room = False
+        sock.setblocking(False)
+        epoll.register(self._fd, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Return the descriptor, also after `close`."""
+        return self._fd
+
+    def answer(self, id: int, answer: Answer) -> None:
+        """Queue the answer to a request."""
+        try:
+            self.queue(encode_packed(answer[0], id, answer[1]))
+        except WireError as error:  # values that are too large together
+            self.queue(encode(Op.FAILED, id, str(error).encode()))
+
+    def queue(self, frame: bytes) -> None:
+        """Queue a frame. A connection whose client does not read what it is sent breaks."""
+        if self.closed:
+            return
+        if not self.unsent:
+            self._to_send.append(self)
+        self.unsent += frame
+        if len(self.unsent) > _SEND:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.closed:
+            return
+        super().flush()
+        if not self.unsent and not self._awaits_room:
+            return
+        if len(self.unsent) > _MOST_UNSENT:
+            raise ConnectionAbortedError("the client does not read what it is sent")
+        if self._awaits_room != bool(self.unsent):
+            self._awaits_room = bool(self.unsent)
+            self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if self.unsent else 0))
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.unsent.clear()
+            self._epoll.unregister(self._fd)
+            self._socket.close()

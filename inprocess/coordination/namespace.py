@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,9 @@ class PrefixView(StoreVerbs):
 
     def perform(self, call: VerbCall) -> tuple[bytes, ...]:
         return self.base_store.perform(call.under(self.prefix, self.guard))
+
+    def perform_all(self, calls: Sequence[VerbCall]) -> list[tuple[bytes, ...]]:
+        return self.base_store.perform_all([call.under(self.prefix, self.guard) for call in calls])
 
     def clear(self) -> None:
         """Delete this namespace. A store that cannot delete by prefix keeps its keys."""

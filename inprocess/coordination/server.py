@@ -13,29 +13,16 @@ import errno
 import hmac
 import logging
 import resource
-import selectors
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from inprocess.coordination.contents import Answer, Contents, Waiter, Waiters
-from inprocess.coordination.frame_stream import FrameStream
-from inprocess.coordination.wire import (
-    MAX_BODY,
-    MAX_GREETING,
-    PROTOCOL,
-    Access,
-    Frame,
-    Op,
-    WireError,
-    encode,
-    number,
-    pack_number,
-    proof,
-)
+from inprocess.coordination.contents import Answer, Contents, Waiter, Waiters, answer_number
+from inprocess.coordination.frame_stream import ServerConnection
+from inprocess.coordination.wire import MAX_BODY, PROTOCOL, Access, Frame, Op, WireError, encode, number, proof
 from inprocess.exception import StoreError
-from inprocess.ipc.proofs import fresh_nonce
 from inprocess.ipc.suspension import Suspension, starts_again
 from inprocess.ipc.wakeup import Wakeup
 
@@ -44,7 +31,7 @@ _BACKLOG = 4096
 _GREETING_S = 5.0
 _MOST_STRANGERS = 256  # connections that have not proved anything yet
 _STRANGER_S = 0.5  # what such a connection may take when others wait
-_MOST_UNSENT = 64 << 20  # bytes queued for a peer: one that does not read must not fill the memory
+_MOST_READY = 512  # connections that are handled before their answers are sent
 _SPARE_DESCRIPTORS = 64
 _ACCEPT_PAUSE_S = 0.1
 _PORT_PAUSE_S = 0.05
@@ -61,20 +48,21 @@ class StoreServer:
     def __init__(self, access: Access, *, silence_s: float = 60.0) -> None:
         self._access = access
         self._silence_s = silence_s
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
         self._listener: socket.socket | None = None
         self._accepting = False
         self._wake = Wakeup()
-        self._strangers: dict[_Peer, None] = {}  # in the order of arrival
-        self._peers: dict[_Peer, None] = {}
+        self._connections: dict[int, ServerConnection] = {}  # by descriptor: the strangers and the peers
+        self._strangers: dict[ServerConnection, None] = {}  # in the order of arrival
+        self._peers: dict[ServerConnection, None] = {}
+        self._to_send: list[ServerConnection] = []  # that have been answered in this turn
         self._contents = Contents()
-        self._waiters: Waiters[_Peer] = Waiters()
+        self._waiters: Waiters[ServerConnection] = Waiters()
         self._check_at = 0.0
         self._suspension = Suspension()
         self._thread = threading.Thread(target=self._serve, name="inprocess-store-server", daemon=True)
         self._closing = False
         self.request_count = 0
-        self.bytes_sent = 0
 
     def start(
         self, clients: int = 0, *, port_wait_s: float = 0.0, is_wanted: Callable[[], bool] = lambda: True
@@ -91,7 +79,7 @@ class StoreServer:
             self.close()
             raise
         self._access = Access(self._access.host, self._listener.getsockname()[1], self._access.job, self._access.secret)
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._epoll.register(self._wake.fileno(), select.EPOLLIN)
         self._accept_again()
         self._thread.start()
         return self._access
@@ -111,7 +99,7 @@ class StoreServer:
             self._thread.join()
         self._close_all()
         self._wake.close()
-        self._selector.close()
+        self._epoll.close()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -129,7 +117,7 @@ class StoreServer:
         pause_s = max(0.0, self._check_at - time.monotonic())
         missed_s = self._suspension.missed_s()  # while it handled requests
         self._suspension.expect(pause_s)
-        ready = self._selector.select(pause_s)
+        ready = self._epoll.poll(pause_s, _MOST_READY)
         missed_s += self._suspension.missed_s()
         self._suspension.expect(0.0)
         now = time.monotonic()
@@ -137,21 +125,22 @@ class StoreServer:
             again = starts_again(missed_s, self._silence_s)
             for peer in (*self._strangers, *self._peers):
                 peer.heard_at = now if again else peer.heard_at + missed_s
-        for key, events in ready:
-            if isinstance(key.data, _Peer):
-                self._attend(key.data, events, now)
-            elif key.fileobj is self._wake:
+        for fd, events in ready:
+            if fd in self._connections:
+                self._attend(self._connections[fd], events, now)
+            elif fd == self._wake.fileno():
                 self._wake.clear()
             else:
                 self._accept()
+        self._send_answers()
         if now >= self._check_at:
             self._drop_silent(now)
 
-    def _attend(self, peer: _Peer, events: int, now: float) -> None:
+    def _attend(self, peer: ServerConnection, events: int, now: float) -> None:
         try:
-            if events & selectors.EVENT_WRITE:
+            if events & select.EPOLLOUT:
                 peer.flush()
-            if events & selectors.EVENT_READ:
+            if events & ~select.EPOLLOUT:
                 frames = peer.receive()
                 if peer.client is not None:
                     peer.heard_at = now
@@ -161,6 +150,14 @@ class StoreServer:
                     self._handle(peer, frame)
         except (OSError, ValueError) as error:
             self._drop(peer, error)
+
+    def _send_answers(self) -> None:
+        for peer in self._to_send:
+            try:
+                peer.flush()
+            except OSError as error:
+                self._drop(peer, error)
+        self._to_send.clear()
 
     def _drop_silent(self, now: float) -> None:
         """Close connections that are silent, or not authenticated, for too long."""
@@ -187,12 +184,10 @@ class StoreServer:
                 _log.error("the store server cannot accept a connection: %s", error)
                 self._pause_accepting()
                 return
-            peer = _Peer(sock, f"{address[0]}:{address[1]}", self._selector, self)
+            peer = ServerConnection(sock, f"{address[0]}:{address[1]}", self._epoll, self._to_send)
+            self._connections[peer.fileno()] = peer
             self._strangers[peer] = None
-            try:
-                peer.send(encode(Op.CHALLENGE, 0, PROTOCOL, peer.nonce))
-            except OSError as error:
-                self._drop(peer, error)
+            peer.queue(encode(Op.CHALLENGE, 0, PROTOCOL, peer.nonce))
 
     def _make_room(self) -> bool:
         """Return whether one more connection may be accepted; if there are too many, close the oldest stranger."""
@@ -207,16 +202,16 @@ class StoreServer:
 
     def _pause_accepting(self) -> None:
         if self._accepting and self._listener is not None:
-            self._selector.unregister(self._listener)
+            self._epoll.unregister(self._listener)
             self._accepting = False
             self._check_at = min(self._check_at, time.monotonic() + _ACCEPT_PAUSE_S)
 
     def _accept_again(self) -> None:
         if not self._accepting and self._listener is not None:
-            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._epoll.register(self._listener, select.EPOLLIN)
             self._accepting = True
 
-    def _drop(self, peer: _Peer, reason: BaseException) -> None:
+    def _drop(self, peer: ServerConnection, reason: BaseException) -> None:
         """Forget a peer and close its connection. Idempotent."""
         if peer.closed:
             return
@@ -228,9 +223,10 @@ class StoreServer:
         self._leave_sets(peer)
         self._strangers.pop(peer, None)
         self._peers.pop(peer, None)
+        self._connections.pop(peer.fileno(), None)
         peer.close()
 
-    def _leave_sets(self, peer: _Peer) -> None:
+    def _leave_sets(self, peer: ServerConnection) -> None:
         """Remove the members that are there only while this peer is."""
         for name, member in peer.attends:
             self._contents.leave(peer, name, member)
@@ -239,7 +235,7 @@ class StoreServer:
     def _close_listener(self) -> None:
         if self._listener is not None:
             if self._accepting:
-                self._selector.unregister(self._listener)
+                self._epoll.unregister(self._listener)
                 self._accepting = False
             self._listener.close()
             self._listener = None
@@ -251,60 +247,65 @@ class StoreServer:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _handle(self, peer: _Peer, frame: Frame) -> None:
+    def _handle(self, peer: ServerConnection, frame: Frame) -> None:
         """Process a frame. ValueError if it is invalid: the connection must be closed."""
         op = frame.op
         if peer.client is None:
             self._greet(peer, frame)
-        elif op.reads or op.waits or op.changes or op is Op.ATTEND:
+        elif op.changes:
             self.request_count += 1
-            self._serve_request(peer, peer.client, frame)
+            self._change(peer, peer.client, frame)
+        elif op.waits:
+            self.request_count += 1
+            self._wait(peer, frame)
+        elif op.reads:
+            self.request_count += 1
+            peer.answer(frame.id, self._contents.read(frame))
         elif op is Op.PING:
-            peer.send(encode(Op.PONG))
+            peer.queue(encode(Op.PONG))
+        elif op is Op.ATTEND:
+            self.request_count += 1
+            self._let_attend(peer, frame)
         elif op is Op.BYE:
             self._contents.forget_client(peer.client)
             self._drop(peer, ConnectionResetError("the client has ended"))
         elif op is Op.CANCEL:
             waiter = peer.waiting.get(frame.id)
             if waiter is not None:
-                self._release(waiter, (Op.CANCELLED, ()))
+                self._release(waiter, (Op.CANCELLED, b""))
         else:
             raise WireError(f"{op.name} is not a request")
 
-    def _greet(self, peer: _Peer, frame: Frame) -> None:
+    def _greet(self, peer: ServerConnection, frame: Frame) -> None:
         if frame.op is not Op.HELLO or len(frame.fields) != 3:
             raise WireError(f"{frame.op.name} is not a greeting")
         client, nonce, theirs = frame.fields
         expected = proof(self._access, b"client", peer.nonce, nonce, client)
         if not hmac.compare_digest(theirs, expected):
-            peer.send(encode(Op.REFUSED))
+            peer.send(encode(Op.REFUSED))  # before it is closed
             raise WireError("the client does not know the secret of this job")
         peer.client = client
         peer.reader.limit = MAX_BODY
         del self._strangers[peer]
         self._peers[peer] = None
-        peer.send(encode(Op.WELCOME, 0, proof(self._access, b"server", nonce, peer.nonce)))
+        peer.queue(encode(Op.WELCOME, 0, proof(self._access, b"server", nonce, peer.nonce)))
 
-    def _serve_request(self, peer: _Peer, client: bytes, frame: Frame) -> None:
-        if frame.op.changes:
-            change = self._contents.change(client, frame)
-            peer.answer(frame.id, change.answer)
-            for key in change.keys:
-                self._key_changed(key)
-            if change.set_name is not None:
-                self._set_grew(change.set_name)
-        elif frame.op.waits:
-            self._wait(peer, frame)
-        elif frame.op.reads:
-            peer.answer(frame.id, self._contents.read(frame))
-        else:  # ATTEND
-            guard_key, guard_value, name, member = frame.fields
-            peer.attends[name, member] = None
-            answer = self._contents.stale((guard_key, guard_value))
-            peer.answer(frame.id, answer or self._contents.attend(peer, name, member))
-            self._set_grew(name)
+    def _change(self, peer: ServerConnection, client: bytes, frame: Frame) -> None:
+        answer, keys, set_name = self._contents.change(client, frame)
+        peer.answer(frame.id, answer)
+        for key in keys:
+            self._key_changed(key)
+        if set_name is not None:
+            self._set_grew(set_name)
 
-    def _wait(self, peer: _Peer, frame: Frame) -> None:
+    def _let_attend(self, peer: ServerConnection, frame: Frame) -> None:
+        guard_key, guard_value, name, member = frame.fields
+        peer.attends[name, member] = None
+        answer = self._contents.stale((guard_key, guard_value))
+        peer.answer(frame.id, answer or self._contents.attend(peer, name, member))
+        self._set_grew(name)
+
+    def _wait(self, peer: ServerConnection, frame: Frame) -> None:
         guard_key, guard_value, *rest = frame.fields
         guard = (guard_key, guard_value)
         answer = self._contents.stale(guard)
@@ -324,89 +325,43 @@ class StoreServer:
         elif frame.id not in peer.waiting:
             self._file(waiter)
 
-    def _file(self, waiter: Waiter[_Peer]) -> None:
-        missing = next((key for key in waiter.keys if key not in self._contents.keys), b"")
+    def _file(self, waiter: Waiter[ServerConnection]) -> None:
         waiter.peer.waiting[waiter.id] = waiter
-        self._waiters.file(waiter, missing)
+        for key in waiter.keys:
+            if key not in self._contents.keys:
+                self._waiters.file(waiter, key)
+                return
+        self._waiters.file(waiter)
 
     def _key_changed(self, key: bytes) -> None:
-        value = bytes(self._contents.keys.get(key, b""))
-        for waiter in self._waiters.of_guard(key, value):
-            self._release(waiter, (Op.STALE, (value,)))
-        if key in self._contents.keys:
-            for waiter in self._waiters.of_key(key):
-                answer = self._contents.answer_to(waiter)
+        if not self._waiters.depend_on(key):
+            return
+        for waiter in self._waiters.of_guard(key, self._contents.keys.get(key, b"")):
+            self._release(waiter, self._contents.stale_answer(key))
+        answers: dict[tuple[bytes, ...], Answer | None] = {}  # one for all waiters of the same keys
+        for waiter in self._waiters.of_key(key):
+            if waiter.keys not in answers:
+                answers[waiter.keys] = self._contents.values(waiter.keys)
+            answer = answers[waiter.keys]
+            if answer is not None:
+                self._release(waiter, answer)
+            else:
                 self._waiters.discard(waiter)
-                del waiter.peer.waiting[waiter.id]
-                if answer is None:
-                    self._file(waiter)
-                else:
-                    self._send_answer(waiter, answer)
+                self._file(waiter)
 
     def _set_grew(self, name: bytes) -> None:
         size = len(self._contents.sets.get(name, ()))
         for waiter in self._waiters.of_size(name, size):
-            self._release(waiter, (Op.OK, (pack_number(size),)))
+            self._release(waiter, answer_number(size))
 
-    def _release(self, waiter: Waiter[_Peer], answer: Answer) -> None:
+    def _release(self, waiter: Waiter[ServerConnection], answer: Answer) -> None:
+        peer = waiter.peer
         self._waiters.discard(waiter)
-        del waiter.peer.waiting[waiter.id]
-        self._send_answer(waiter, answer)
-
-    def _send_answer(self, waiter: Waiter[_Peer], answer: Answer) -> None:
+        del peer.waiting[waiter.id]
         try:
-            waiter.peer.answer(waiter.id, answer)
+            peer.answer(waiter.id, answer)
         except OSError as error:
-            self._drop(waiter.peer, error)
-
-
-class _Peer(FrameStream):
-    """One accepted connection, non-blocking, in the thread of the server.
-
-    `client` is set once it is authenticated; until then only a small frame is accepted.
-    """
-
-    def __init__(self, sock: socket.socket, name: str, selector: selectors.BaseSelector, server: StoreServer) -> None:
-        super().__init__(sock, MAX_GREETING)
-        self.name = name
-        self.nonce = fresh_nonce()
-        self.client: bytes | None = None
-        self.waiting: dict[int, Waiter[_Peer]] = {}
-        self.attends: dict[tuple[bytes, bytes], None] = {}  # sets, and its members there
-        self.heard_at = time.monotonic()
-        self.closed = False
-        self._waits_to_send = False
-        self._selector = selector
-        self._server = server
-        sock.setblocking(False)
-        selector.register(sock, selectors.EVENT_READ, self)
-
-    def answer(self, id: int, answer: Answer) -> None:
-        """Answer a request."""
-        op, fields = answer
-        self.send(encode(op, id, *fields))
-
-    def send(self, frame: bytes) -> None:
-        if self.closed:
-            return
-        self._server.bytes_sent += len(frame)
-        if len(self.unsent) + len(frame) > _MOST_UNSENT:
-            raise ConnectionAbortedError("the client does not read what it is sent")
-        super().send(frame)
-
-    def flush(self) -> None:
-        super().flush()
-        if self._waits_to_send != bool(self.unsent):
-            self._waits_to_send = bool(self.unsent)
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
-            self._selector.modify(self._socket, events, self)
-
-    def close(self) -> None:
-        """Close the socket. Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self._selector.unregister(self._socket)
-            self._socket.close()
+            self._drop(peer, error)
 
 
 def listen(host: str, port: int) -> socket.socket:

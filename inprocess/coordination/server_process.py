@@ -10,6 +10,7 @@ a process in the place of rank 0, have a moment to come.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ PORT_WAIT_S = 20.0
 _END_TIMEOUT_S = 1.0
 _PAUSE_S = 0.05
 _FIRST_CLIENTS_S = 10.0
+_GARBAGE = 100_000  # new objects between two searches for cycles: requests make none, and waiters are many
 _ADDRESS_HINT = (
     "`store_kwargs={'host_name': ..., 'port': ...}` names an address of this machine that the others can reach; "
     "the default is MASTER_ADDR, and any free port"
@@ -152,6 +154,7 @@ def main() -> int:
         _answer({"error": f"{error}: {access.host}:{access.port}; {_ADDRESS_HINT}"})
         return 1
     _answer({"port": port, "pid": os.getpid()})
+    gc.set_threshold(_GARBAGE)
     all_came = bool(sys.stdin.buffer.read())
     deadline = time.monotonic() + (0.0 if all_came else _FIRST_CLIENTS_S)
     while server.client_count or time.monotonic() < deadline:

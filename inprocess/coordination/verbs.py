@@ -75,6 +75,13 @@ class StoreVerbs:
         """Execute a request, and return the fields of its answer."""
         raise NotImplementedError(f"{type(self).__name__} does not define `perform`")
 
+    def perform_all(self, calls: Sequence[VerbCall]) -> list[tuple[bytes, ...]]:
+        """Execute requests that do not wait, in this order, and return the fields of each answer.
+
+        With our server in one message. If one fails, later ones may have been applied all the same.
+        """
+        return [self.perform(call) for call in calls]
+
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value, over any other."""
         self.perform(VerbCall(Op.SET, (key,), (in_bytes(value),)))

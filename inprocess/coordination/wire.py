@@ -139,15 +139,23 @@ def number(field: bytes) -> int:
 
 def encode(op: Op, id: int = 0, *fields: bytes) -> bytes:
     """Return a whole frame. WireError if it is larger than `MAX_BODY`."""
-    size = _HEAD.size
-    parts: list[bytes] = []
-    for part in fields:
-        length = len(part)
-        size += _LENGTH.size + length
-        parts += (_LENGTH.pack(length), part)
+    return encode_packed(op, id, pack_fields(*fields))
+
+
+def encode_packed(op: Op, id: int, packed: bytes) -> bytes:
+    """Return a whole frame with fields from `pack_fields`, which thousands of frames may share."""
+    size = _HEAD.size + len(packed)
     if size > MAX_BODY:
         raise WireError(f"a request of {size} bytes; the limit is {MAX_BODY}")
-    return b"".join((_START.pack(size, op, id), *parts))
+    return _START.pack(size, op, id) + packed
+
+
+def pack_fields(*fields: bytes | bytearray) -> bytes:
+    """Return the fields as they stand in a frame."""
+    parts: list[bytes | bytearray] = []
+    for part in fields:
+        parts += (_LENGTH.pack(len(part)), part)
+    return b"".join(parts)
 
 
 def _decode(data: bytes, at: int, end: int) -> Frame:
@@ -177,10 +185,22 @@ class FrameReader:
     `limit` is the largest body accepted; it is checked as soon as the length is received, before the body is stored.
     """
 
+    __slots__ = ("_at", "_data", "limit")
+
     def __init__(self, limit: int = MAX_BODY) -> None:
         self.limit = limit
         self._data: bytes | bytearray = b""
         self._at = 0  # the start of the next frame
+
+    def take(self, data: bytes) -> list[Frame]:
+        """Add received bytes, and return every complete frame."""
+        size = len(data)
+        if self._at == len(self._data) and size > _LENGTH.size and size <= self.limit:
+            (body,) = _LENGTH.unpack_from(data)
+            if body == size - _LENGTH.size:  # nearly always one frame alone, and a server handles thousands of them
+                return [_decode(data, _LENGTH.size, size)]
+        self.feed(data)
+        return list(self.frames())
 
     def feed(self, data: bytes) -> None:
         """Add received bytes."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from inprocess.coordination.verbs import VerbCall
+from inprocess.coordination.wire import Op
 from inprocess.exception import StaleViewError, StoreTimeoutError
 
 _LIMIT_S = 20.0
@@ -135,6 +137,15 @@ class SteppedStore:
         current = self._whole.values.setdefault("restart_index", "0")
         if self._iteration is not None and current != str(self._iteration):
             raise StaleViewError(f"in iteration {self._iteration}, and the job is in {current}")
+
+    def perform_all(self, calls: list[VerbCall]) -> list[tuple[bytes, ...]]:
+        """Execute requests in turns of their own: the process may die between two of them."""
+        answers = []
+        for op, (key,), values, *_ in calls:
+            verb = {Op.SET: self.set, Op.APPEND: self.append, Op.COMPARE_SET: self.compare_set}[op]
+            answer = verb(key, *[value.decode() for value in values])  # type: ignore[operator]
+            answers.append(() if answer is None else (answer,))
+        return answers
 
     def set(self, key: str, value: str) -> None:
         self._step()

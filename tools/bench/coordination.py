@@ -24,9 +24,10 @@ from tools.bench.harness import Row, at_least, megabytes, print_table, write_jso
 from tools.bench.processes import REPOSITORY, cpu_seconds
 from tools.bench.simulated_ranks import Command, encode_command
 
-_RANKS_OF_A_PROCESS = 256  # more threads in a process mostly wait for the interpreter lock
+_RANKS_OF_A_PROCESS = 1024
 _CONNECTIONS_OF_A_RANK = 2
 _HEARTBEAT_S, _HEARTBEAT_TIMEOUT_S = 1.0, 30.0
+_NO_PING_S = 1e6  # the simulation takes longer for a restart than real ranks, which would send no pings meanwhile
 _SETTLE_S = 0.3
 _TARGET_CPU_S, _TARGET_SENT, _TARGET_RSS, _TARGET_IDLE = 1.0, 100e6, 200e6, 0.1
 
@@ -185,14 +186,16 @@ def _write(process: subprocess.Popen[str], line: str) -> None:
 
 def measure(ranks: int, restarts: int, idle_s: float) -> Results:
     """Measure one size of job. The first restart, after which the server has seen every operation, does not count."""
-    with Job(ranks) as job:
+    with Job(ranks, ping_s=_NO_PING_S) as job:
         connect_cpu_s = job.cpu_s()
         connections = job.connections()
         job.restart(1)
         one = [job.restart(1) for _ in range(restarts)]
         every = [job.restart(ranks) for _ in range(restarts)]
-        heartbeat_s = heartbeat_interval_s(_HEARTBEAT_S, _HEARTBEAT_TIMEOUT_S, ranks)
-        idle = job.idle(idle_s, heartbeat_s) if idle_s > 0 else None
+    idle = None
+    if idle_s > 0:
+        with Job(ranks) as job:
+            idle = job.idle(idle_s, heartbeat_interval_s(_HEARTBEAT_S, _HEARTBEAT_TIMEOUT_S, ranks))
     return Results(ranks, connections, connect_cpu_s, one, every, idle)
 
 

@@ -6,6 +6,7 @@ Each rank runs the product's own `Agreement` and `SiblingMonitor` on a `Simulate
 protocol, the monitor thread and the monitor process call them.
 """
 
+import functools
 import json
 import logging
 import resource
@@ -16,12 +17,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from inprocess import agreement
 from inprocess.agreement import Agreement
 from inprocess.attribution import Interruption, InterruptionRecord
 from inprocess.coordination import Access, Namespace, RestartIndex
 from inprocess.monitor_process.sibling import SiblingMonitor
+from inprocess.reasons import parse_reason
 from inprocess.repetition import SECONDS
-from tools.bench.simulated_client import SimulatedClient
+from tools.bench.simulated_client import Receiver, SimulatedClient
 
 _LONG_S = 600.0
 _NEVER_S = 1e6
@@ -46,11 +49,11 @@ class Command:
 class SimulatedRank:
     """One rank and its monitor process, each with a connection. For one thread."""
 
-    def __init__(self, access: Access, rank: int, world_size: int, ping_s: float) -> None:
+    def __init__(self, access: Access, receiver: Receiver, rank: int, world_size: int, ping_s: float) -> None:
         self.rank = rank
         self.iteration = 0
-        self.client = SimulatedClient(access, ping_s=ping_s)
-        self.monitor_client = SimulatedClient(access, ping_s=ping_s)
+        self.client = SimulatedClient(access, receiver, ping_s=ping_s)
+        self.monitor_client = SimulatedClient(access, receiver, ping_s=ping_s)
         self._world_size = world_size
         self._sibling: SiblingMonitor | None = None
         self._agreement: Agreement | None = None
@@ -127,6 +130,7 @@ class _Process:
         self._world_size = world_size
         self._ping_s = ping_s
         self._ranks: list[SimulatedRank] = []
+        self._receiver = Receiver()
         self._barrier = threading.Barrier(len(ranks) + 1)
         self._command = Command()
         self._lock = threading.Lock()
@@ -160,7 +164,7 @@ class _Process:
     def _run(self, number: int) -> None:
         try:
             with self._lock:  # one after the other: thousands at a time are too slow for the handshake
-                rank = SimulatedRank(self._access, number, self._world_size, self._ping_s)
+                rank = SimulatedRank(self._access, self._receiver, number, self._world_size, self._ping_s)
                 self._ranks.append(rank)
             if number == 0:
                 RestartIndex(rank.client).begin()
@@ -183,6 +187,8 @@ class _Process:
 
 def main() -> int:
     logging.disable(logging.CRITICAL)
+    sys.setswitchinterval(10.0)  # of thousands of threads that wait for the interpreter lock, each asks for it as often
+    vars(agreement)["parse_reason"] = functools.lru_cache(2)(parse_reason)  # real ranks have a core each for that
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     start = json.loads(sys.stdin.readline())

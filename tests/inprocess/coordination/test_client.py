@@ -13,7 +13,9 @@ from datetime import timedelta
 import pytest
 
 from inprocess.coordination import Access, CoordinationStore, Namespace, RestartIndex, StoreServer
-from inprocess.exception import StoreError, StoreLostError
+from inprocess.coordination.verbs import VerbCall
+from inprocess.coordination.wire import Op, pack_number
+from inprocess.exception import StaleViewError, StoreError, StoreLostError
 from tests.inprocess.coordination.conftest import Connect
 from tests.inprocess.coordination.helpers import Relay, check_that_a_forked_child_cannot_use, eventually, greeted
 
@@ -235,3 +237,24 @@ def test_clearing_a_namespace(client: CoordinationStore) -> None:
     store.clear()
     assert client.num_keys() == 1  # the restart index
     assert store.members("set") == frozenset()
+
+
+def test_requests_that_are_sent_together_are_applied_in_order_and_once(
+    connect: Connect, relay: Relay, client: CoordinationStore
+) -> None:
+    namespace = Namespace(0, connect(relay.access))
+    RestartIndex(client).begin()
+    calls = [
+        VerbCall(Op.APPEND, ("log",), (b"x",)),
+        VerbCall(Op.ADD, ("log",), (pack_number(1),)),  # fails: it is no number
+        VerbCall(Op.COMPARE_SET, ("outcome",), (b"", b"done")),
+    ]
+    assert namespace.perform_all([calls[0], calls[2]]) == [(), (b"done",)]
+    relay.swallow_answers = 1
+    with pytest.raises(StoreError, match="not a number"):
+        namespace.perform_all(calls)
+    assert client.get("0/log") == b"xx"
+    RestartIndex(client).advance(0)
+    with pytest.raises(StaleViewError):
+        namespace.perform_all(calls)
+    assert client.get("0/log") == b"xx"

@@ -20,7 +20,7 @@ from inprocess.coordination.wire import PROTOCOL, FrameReader, Op, encode, proof
 from inprocess.exception import StoreError, StoreTimeoutError
 from inprocess.ipc.proofs import fresh_nonce
 from tests.inprocess.coordination.conftest import Connect
-from tests.inprocess.coordination.helpers import eventually
+from tests.inprocess.coordination.helpers import eventually, greeted
 
 LONG = timedelta(seconds=20)
 
@@ -344,3 +344,32 @@ def test_close_is_quick_with_waiters(server: StoreServer, connect: Connect, pool
 
 def test_a_server_may_be_closed_without_start() -> None:
     StoreServer(Access("127.0.0.1", 0)).close()
+
+
+def test_values_that_are_too_large_together_are_an_error_of_their_reader_alone(
+    client: CoordinationStore, connect: Connect, pool: ThreadPoolExecutor, server: StoreServer
+) -> None:
+    reader = connect()
+    keys = ["a", "b", "c"]
+    waiting = pool.submit(reader.multi_get, keys, LONG)
+    eventually(lambda: server.request_count == 1)
+    for key in keys:
+        client.set(key, bytes(4 << 20))  # the last one, too, although it makes the answer to the reader
+    for reading in (waiting, pool.submit(reader.multi_get, keys, LONG)):
+        with pytest.raises(StoreError, match="the limit is 8388608"):
+            reading.result(20)
+    assert server.client_count == 2
+
+
+def test_a_client_that_does_not_read_its_answers_is_dropped(server: StoreServer, access: Access) -> None:
+    """Whatever it asks for in one message: what is queued for it is limited before it is made."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with CoordinationStore(access) as client:
+        client.set("large", bytes(4 << 20))
+        with greeted(access) as sock, contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            sock.sendall(b"".join(encode(Op.GET, id, b"", b"", b"large") for id in range(1, 1000)))
+            eventually(lambda: server.client_count == 1)
+        assert client.get("large") == bytes(4 << 20)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < 1 << 20, "kilobytes; all answers together have 4 GB"

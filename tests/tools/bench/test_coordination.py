@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from inprocess.coordination import Access, RestartIndex, StoreServer
+from inprocess.coordination.client import _Call
 from inprocess.coordination.wire import Op
 from tests.support.template import quick_python
 from tools.bench.__main__ import main
-from tools.bench.simulated_client import SimulatedClient
+from tools.bench.simulated_client import Receiver, SimulatedClient
 from tools.bench.simulated_ranks import SimulatedRank
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -25,9 +26,9 @@ from inprocess.coordination import CoordinationStore
 asked = []
 ask = CoordinationStore._ask
 
-def recorded(self, op, *fields, **options):
-    asked.append((op.name, [field.decode(errors="replace") for field in fields]))
-    return ask(self, op, *fields, **options)
+def recorded(self, *calls, **options):
+    asked.extend((call.op.name, [field.decode(errors="replace") for field in call.fields]) for call in calls)
+    return ask(self, *calls, **options)
 
 CoordinationStore._ask = recorded
 begun = []
@@ -63,9 +64,10 @@ class _Recording(SimulatedClient):
         super().__init__(*args, **kwargs)
         self.asked: list[tuple[str, list[str]]] = []
 
-    def _ask(self, op: Op, *fields: bytes, **options: Any) -> tuple[bytes, ...]:
-        self.asked.append((op.name, [field.decode(errors="replace") for field in fields]))
-        return super()._ask(op, *fields, **options)
+    def _ask(self, *calls: _Call, **options: Any) -> list[tuple[bytes, ...]]:
+        for call in calls:
+            self.asked.append((call.op.name, [field.decode(errors="replace") for field in call.fields]))
+        return super()._ask(*calls, **options)
 
 
 def _kinds(asked: list[tuple[str, list[str]]]) -> Counter[str]:
@@ -84,9 +86,10 @@ def test_the_simulation_sends_the_requests_of_a_rank() -> None:
 
     server = StoreServer(Access("127.0.0.1", 0))
     access = server.start()
-    rank = SimulatedRank(access, 0, 1, ping_s=100.0)
+    receiver = Receiver()
+    rank = SimulatedRank(access, receiver, 0, 1, ping_s=100.0)
     rank.client.close()
-    client = rank.client = _Recording(access, ping_s=100.0)
+    client = rank.client = _Recording(access, receiver, ping_s=100.0)
     RestartIndex(client).begin()
     rank.begin(1000.0)
     client.asked.clear()
