@@ -11,10 +11,12 @@ import pytest
 from inprocess.modes import Modes
 from inprocess.torn_locks import release_import_lock
 from tests.support import LeakCheck
+from tests.support.quick_keepers import end_keeper_template, install, select_keepers
 from tests.support.seeds import use_hypothesis_profile
 from tests.support.template import rank_template
 
 use_hypothesis_profile()
+install()
 
 # Torch asks a name server for the name of each address it connects to. One that drops a question must not cost more
 # than a second: time limits of tests are short.
@@ -35,6 +37,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     marker = item.get_closest_marker("timeout")
     limit_s = float(marker.args[0] if marker is not None and marker.args else item.config.getini("timeout"))
     faulthandler.dump_traceback_later(limit_s + _HANG_S, exit=True, file=_stderr)
+    select_keepers(item.nodeid)
     try:
         return (yield)
     finally:
@@ -56,6 +59,7 @@ def _template_of_ranks() -> Iterator[None]:
     rank_template()
     yield
     rank_template().close()
+    end_keeper_template()
 
 
 _RESTORED = "restored after the test"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.quick_keepers import descendants
+
 
 @dataclass(frozen=True)
 class _Holdings:
@@ -33,7 +35,7 @@ def _file_descriptors() -> dict[int, str]:
 
 def _children() -> dict[int, str]:
     found = {}
-    for child in psutil.Process().children(recursive=True):
+    for child in descendants():
         with contextlib.suppress(psutil.NoSuchProcess):
             found[child.pid] = f"{child.status()}: {child.name()}"
     return found

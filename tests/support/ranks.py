@@ -7,7 +7,8 @@
          |                                 \\-- whatever it starts has its session, or TEST_RANKS_ID in the environment
        wait() <------- pidfd of every rank
          |
-       close(): SIGKILL to every process of such a session or with that TEST_RANKS_ID, also when its parent is long gone
+       close(): SIGKILL to every process of such a session or with that TEST_RANKS_ID, however long its parent is gone,
+                and to those of the keepers that were forked for ranks (see `quick_keepers`)
 
 Output goes to files, so a process that outlives its rank and still holds its stdout cannot block anybody.
 """
@@ -33,6 +34,7 @@ import cloudpickle
 import psutil
 
 from ckpt.async_calls.call import CodePickler
+from tests.support.quick_keepers import sessions_of_keepers
 from tests.support.selection import FULL
 from tests.support.template import REPOSITORY, ForkedRank, grown_template
 
@@ -213,12 +215,13 @@ class RankGroup:
     def survivors(self) -> list[psutil.Process]:
         """Every living process that descends from a rank and is not a rank itself, orphans included."""
         trainers = {process.pid for process in self._processes}
+        sessions = trainers | sessions_of_keepers(self._marker)
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if process.pid in trainers or process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                if os.getsid(process.pid) in trainers or process.environ().get(MARKER) == self._marker:
+                if os.getsid(process.pid) in sessions or process.environ().get(MARKER) == self._marker:
                     found.append(process)
         return found
 

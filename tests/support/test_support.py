@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.async_calls.writer_main import CODEC
+from ckpt.keeper.trainer_side import Keeper, Worker
+from inprocess.ipc.deadline import Deadline
 from tests.support import LeakCheck, RanksFailed, is_gone, launch_ranks, run_ranks
+from tests.support.quick_keepers import ForkedKeeper
 from tests.support.selection import FULL
 from tests.support.template import quick_python, rank_template
 
@@ -208,6 +213,65 @@ def test_leaks_of_every_kind_are_reported() -> None:
         child.wait()
     assert all(text in report for text in ("memfd:left", "left-thread", f"child process {child.pid}"))
     check.check()
+
+
+def _started_keeper() -> Keeper:
+    """A keeper that has forked a worker, which has ended."""
+    keeper = Keeper()
+    keeper.start()
+    worker = Worker(keeper, "writer", CODEC)
+    worker.end(Deadline(30.0))
+    assert keeper.generation == 1
+    return keeper
+
+
+def _facts(pid: int | None) -> list[object]:
+    """What a process has been given by the one that started it."""
+    assert pid is not None
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    names = ("Name", "Umask", "Uid", "Gid", "SigBlk", "SigIgn", "SigCgt", "Threads")
+    links = [re.sub(r"\d+", "N", os.readlink(link)) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    cwd = os.readlink(f"/proc/{pid}/cwd")
+    return [*((name, status[name]) for name in names), os.getsid(pid) == pid, sorted(links), cwd]
+
+
+@pytest.mark.skipif(FULL, reason="keepers are not forked")
+def test_a_forked_keeper_has_what_one_that_is_started_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: LeakCheck
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keepers, earlier = [], os.umask(0o027)
+    try:
+        keepers.append(_started_keeper())
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # an interpreter would look for `sitecustomize` there
+        keepers.append(_started_keeper())
+        assert isinstance(keepers[0]._process, ForkedKeeper)
+        assert isinstance(keepers[1]._process, subprocess.Popen)
+        deadline = time.monotonic() + 20  # they may still have the worker's pidfd
+        while (facts := [_facts(keeper.pid) for keeper in keepers])[0] != facts[1]:
+            assert time.monotonic() < deadline, facts
+            time.sleep(0.02)
+    finally:
+        os.umask(earlier)
+        for keeper in keepers:
+            keeper.close(Deadline(20.0))
+    assert [keeper.pid for keeper in keepers] == [None, None]
+
+
+def _leaves_a_keeper(rank: int, world_size: int) -> int | None:
+    check = LeakCheck()
+    keeper = _started_keeper()
+    pid = keeper.pid
+    assert any(line.startswith(f"child process {pid}: ") for line in check.difference())
+    keeper._process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
+    return pid
+
+
+def test_a_keeper_of_a_rank_that_stays_is_found_and_killed() -> None:
+    with launch_ranks(_leaves_a_keeper, 1, init_process_group=False) as group:
+        (result,) = group.wait()
+        assert [process.pid for process in group.survivors()] == [result.value]
+    assert is_gone(result.value)
 
 
 def test_a_directory_beside_shared_memory_is_no_leak() -> None:

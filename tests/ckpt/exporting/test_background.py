@@ -25,6 +25,7 @@ from ckpt.events import ExportDone
 from ckpt.keeper.trainer_side import Keeper
 from ckpt.storage.step_source import HeldStep
 from tests.support import LeakCheck, is_gone, run_ranks
+from tests.support.quick_keepers import descendants
 from tests.support.template import quick_python
 
 pytestmark = pytest.mark.timeout(120)
@@ -50,7 +51,7 @@ def exported(directory: Path) -> dict[str, float]:
 
 def exporters() -> list[psutil.Process]:
     found = []
-    for child in psutil.Process().children(recursive=True):
+    for child in descendants():
         with contextlib.suppress(psutil.NoSuchProcess):  # also of one that has ended
             if child.name() == "ckpt-export":
                 found.append(child)

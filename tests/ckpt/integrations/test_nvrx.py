@@ -15,6 +15,7 @@ import ckpt
 from ckpt.integrations import nvrx
 from ckpt.integrations.nvrx import TorchAsyncCheckpoint
 from tests.support import LeakCheck, run_ranks
+from tests.support.quick_keepers import descendants
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,11 +52,11 @@ def test_the_file_is_that_of_torch_save(tmp_path: Path, leak_check: LeakCheck) -
 
 
 def test_a_file_stays_until_the_new_one_is_whole(tmp_path: Path, leak_check: LeakCheck) -> None:
-    file, earlier = tmp_path / "x.pt", set(psutil.Process().children(recursive=True))
+    file, earlier = tmp_path / "x.pt", set(descendants())
     with TorchAsyncCheckpoint(timeout_s=60) as saver:
         saver.async_save(_state(1.0), file)
         saver.finalize_async_save(blocking=True)
-        writers = set(psutil.Process().children(recursive=True)) - earlier
+        writers = set(descendants()) - earlier
         _limit_files(writers, 1000)
         saver.async_save(_state(2.0), file)
         with pytest.raises(ckpt.WriterError, match="File too large"):

@@ -12,6 +12,7 @@ import torch
 
 import ckpt
 from ckpt.events import Event, MirrorDone, MirrorFailed
+from tests.support.quick_keepers import descendants
 
 STALLED = 1e-6
 """A bandwidth with which a copy begins, and gets no further than its first bytes."""
@@ -93,7 +94,7 @@ def mirror_of(root: Path | str, **options: Any) -> ckpt.Mirror:
 def mirror_processes() -> list[psutil.Process]:
     """Return the mirror workers of this process."""
     found = []
-    for child in psutil.Process().children(recursive=True):
+    for child in descendants():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() == "ckpt-mirror":
                 found.append(child)

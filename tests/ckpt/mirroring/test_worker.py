@@ -19,6 +19,7 @@ from ckpt.saving.retention import PublishedStep
 from ckpt.storage.roots import open_root
 from tests.ckpt.mirroring.support import job, mirror_of, mirror_process, mirror_processes, state_of
 from tests.support import LeakCheck, is_gone
+from tests.support.quick_keepers import descendants
 from tests.support.template import quick_python
 
 pytestmark = pytest.mark.timeout(120)
@@ -95,7 +96,7 @@ def test_a_policy_is_imported_by_the_path_of_the_trainer(tmp_path: Path, monkeyp
     with job(tmp_path / "nvme", mirror_of(tmp_path / "mirror", keep=keep)) as run:
         monkeypatch.undo()
         run.checkpointer.warmup(state_of(1))
-        run.wait(lambda: "ckpt-keeper" in [child.name() for child in psutil.Process().children()])
+        run.wait(lambda: "ckpt-keeper" in [child.name() for child in descendants()])
         monkeypatch.syspath_prepend(tmp_path)
         run.copy(1, 2)
         run.wait(lambda: open_root(tmp_path / "mirror").steps() == [2])

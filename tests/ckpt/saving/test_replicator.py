@@ -20,6 +20,7 @@ from ckpt.replication import replica_process
 from ckpt.saving.share import Share
 from tests.ckpt.saving.snapshot_jobs import fresh, is_state_of, train_step
 from tests.support import run_ranks
+from tests.support.quick_keepers import descendants
 
 
 def _made(root: Path, rank: int, **options: Any) -> ckpt.Checkpointer:
@@ -89,8 +90,8 @@ def test_the_traffic_is_that_of_what_was_staged(tmp_path: Path) -> None:
         assert staged.bytes <= sent.bytes <= 1.05 * staged.bytes
 
 
-def _replica_process_of(pid: int) -> psutil.Process:
-    (found,) = [child for child in psutil.Process(pid).children(recursive=True) if child.name() == "ckpt-replicas"]
+def _replica_process() -> psutil.Process:
+    (found,) = [child for child in descendants() if child.name() == "ckpt-replicas"]
     return found
 
 
@@ -103,7 +104,7 @@ def _killed(rank: int, world_size: int, root: Path) -> tuple[int | None, list[Ev
         _until_replicated(checkpointer, 3)
         dist.barrier()
         if rank == 1:
-            replicas = _replica_process_of(os.getpid())
+            replicas = _replica_process()
             replicas.kill()
             replicas.wait(30)
         dist.barrier()
@@ -137,7 +138,7 @@ def _killed_where_it_is_needed(rank: int, world_size: int, root: Path) -> list[t
             _until_replicated(checkpointer, last)
             dist.barrier()
             if rank < 2:
-                replicas = _replica_process_of(os.getpid())
+                replicas = _replica_process()
                 replicas.kill()
                 replicas.wait(30)
             else:
@@ -154,7 +155,7 @@ def _killed_where_it_is_needed(rank: int, world_size: int, root: Path) -> list[t
 def _replica_memory() -> set[int]:
     """The inodes of the replicas that the processes of this rank hold, or have held."""
     found = set()
-    for child in psutil.Process().children(recursive=True):
+    for child in descendants():
         with contextlib.suppress(OSError):
             for fd in os.listdir(f"/proc/{child.pid}/fd"):
                 with contextlib.suppress(OSError):
@@ -179,7 +180,7 @@ def _stopped(rank: int, world_size: int, root: Path) -> tuple[int | None, bool]:
         _train(checkpointer, state, rank, 1, 3)
         _until_replicated(checkpointer, 3)
         dist.barrier()
-        held = _replica_process_of(os.getpid()) if rank == 1 else None
+        held = _replica_process() if rank == 1 else None
         if held is not None:
             held.suspend()
         dist.barrier()

@@ -25,6 +25,7 @@ from ckpt.saving.share import Share
 from inprocess.ipc.shared_memory import SharedMemory
 from tests.ckpt.saving.snapshot_jobs import Faults, fresh, is_state_of, resized, restarted, train_step
 from tests.support import LeakCheck, run_ranks
+from tests.support.quick_keepers import descendants
 from tests.support.saves import save_here
 from tests.support.selection import full_only
 from tests.support.template import REPOSITORY, quick_python
@@ -494,10 +495,9 @@ def test_a_rank_counts_once_after_a_fault_that_leaves_the_process_group(tmp_path
 
 def _held() -> dict[str, Any]:
     """What this process and its children hold, but for memory that the allocator has not given back."""
-    own = psutil.Process()
     maps = Path("/proc/self/maps").read_text()
     held: dict[str, Any] = {"mapped": maps.count("ckpt-slot"), "threads": threading.active_count()}
-    for process in (own, *own.children(recursive=True)):
+    for process in (psutil.Process(), *descendants()):
         links = {int(link.name): os.stat(link) for link in Path(f"/proc/{process.pid}/fd").iterdir() if link.exists()}
         shared = {found.st_ino: found.st_size for fd, found in links.items() if _is_memfd(process.pid, fd)}
         if process.name() == "ckpt-writer":  # attaches to a slot when that is first saved from

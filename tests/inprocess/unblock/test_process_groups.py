@@ -1,12 +1,12 @@
 """Groups that a training function destroys before its modules are freed."""
 
 import subprocess
-import sys
 
 import pytest
 
 from inprocess.unblock.process_groups import gloo_outlives_modules
 from tests.support import free_port
+from tests.support.template import quick_python
 
 ROUNDS = 20  # without the context the ranks are blocked after a few
 RANKS = 3
@@ -47,7 +47,7 @@ if rank == 0:
 @pytest.mark.timeout(120)
 def test_ddp_is_freed_after_its_group_was_destroyed() -> None:
     port = str(free_port())
-    ranks = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), port]) for rank in range(RANKS)]
+    ranks = [subprocess.Popen([quick_python(), "-c", PROGRAM, str(rank), port]) for rank in range(RANKS)]
     try:
         assert [process.wait(60) for process in ranks] == [0] * RANKS
     finally:
