@@ -202,7 +202,7 @@ def test_training_goes_on_beside_a_full_disk(make_lab: MakeLab, tmp_path: Path, 
 
 
 def check_abandoned(fleet: Fleet, ranks: int) -> None:
-    """The events say on which rank the save has failed, and why, those of so many ranks; the page of the report, too."""
+    """Events of so many ranks say on which rank the save has failed, and why; the page of the report does, too."""
     events = map(json.loads, (fleet.folder / "ckpt.jsonl").read_text().splitlines())
     found = {event["rank"]: event for event in events if event["event"] == "SaveAbandoned"}
     assert len(found) >= ranks
