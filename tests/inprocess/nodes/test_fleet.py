@@ -202,12 +202,13 @@ def test_training_goes_on_beside_a_full_disk(make_lab: MakeLab, tmp_path: Path, 
 
 
 def check_abandoned(fleet: Fleet, ranks: int) -> None:
-    """The events say on which rank the save has failed, and why, those of so many ranks; the page of the report, too."""
+    """Events of so many ranks say on which rank the save has failed, and why; the page of the report does, too."""
     events = map(json.loads, (fleet.folder / "ckpt.jsonl").read_text().splitlines())
-    found = {event["rank"]: event for event in events if event["event"] == "SaveAbandoned"}
-    assert len(found) >= ranks
-    for event in found.values():
-        assert (event["step"], event["by_rank"], event["kind"]) == (15, 1, "StorageError")
+    found = [event for event in events if event["event"] == "SaveAbandoned"]
+    assert len({event["rank"] for event in found if event["step"] == 15}) >= ranks
+    for event in found:  # the next save may have failed before the error is raised
+        assert event["step"] in (15, 20)
+        assert (event["by_rank"], event["kind"]) == (1, "StorageError")
         assert "No space left on device" in event["cause"]
     assert "step 15: StorageError: cannot write" in (fleet.folder / "report.html").read_text()
 
