@@ -50,7 +50,9 @@ def read_tensors(
     return made
 
 
-def _new(path: Path, stored: StoredTensor, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.Tensor:
+def _new(
+    path: Path, stored: StoredTensor, dtype: torch.dtype | None, device: torch.device | str | None
+) -> torch.Tensor:
     as_stored = torch_dtype(stored.dtype)
     convert = dtype is not None and as_stored.is_floating_point and as_stored.itemsize > 1
     try:
