@@ -1,4 +1,4 @@
-"""The functions of `ckpt.native` in C: crc32c.c, digest.c, frames.c, moves.c. They run without the interpreter lock.
+"""The functions of `ckpt.native` in C: crc32c.c, digest.c, frames.c, mapped.c, moves.c. They run without the lock.
 
 Those of look.c and tensors.c, which are about objects of Python, keep it.
 """

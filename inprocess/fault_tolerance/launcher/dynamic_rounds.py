@@ -122,7 +122,7 @@ class DynamicRounds(Rounds):
         state = self._state
         rank = state.place_of(self._node)
         assert rank is not None
-        for node in state.lost:
+        for node in state.lost if rank < len(state.members) else ():
             _log.warning("cause: %s", cause_of_node(node, "lost", f"silent for {self._rules.silence_s:g} s"))
         store = self._store_of(state)
         self.meeting = self._meeting_of(state, rank)

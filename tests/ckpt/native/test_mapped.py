@@ -28,9 +28,9 @@ _SHRINKS = """
 void *mmap(void *at, size_t bytes, int access, int flags, int fd, off_t offset) {
     void *(*real)(void *, size_t, int, int, int, off_t) = dlsym(RTLD_NEXT, "mmap");
     void *memory = real(at, bytes, access, flags, fd, offset);
-    char link[64], path[4096] = {0};
+    char link[64], path[4096] = {0}, *shrinks = getenv("SHRINKS");
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    if (fd >= 0 && access == PROT_READ && readlink(link, path, sizeof path - 1) > 0 && strstr(path, getenv("SHRINKS"))) {
+    if (fd >= 0 && access == PROT_READ && readlink(link, path, sizeof path - 1) > 0 && strstr(path, shrinks)) {
         fprintf(stderr, "mapped\\n");
         if (truncate(path, atol(getenv("TO")))) abort();
     }

@@ -74,6 +74,7 @@ FIGURES = (
     Figure("cold_read", "load, cold: reading alone", "saving", _value("load_cold_read_s"), _cold_limit),
     Figure("warm", "load, warm", "saving", _value("load_warm_s"), _NEEDED, 2.0),
     Figure("warm_read", "load, warm: reading alone", "saving", _value("load_warm_read_s"), _NEEDED),
+    Figure("warm_cpu", "load, warm: processor time", "saving", _value("load_warm_cpu_s"), _NEEDED),
     Figure("memory_load", "load from staging memory", "saving", _value("load_memory_s"), _NEEDED, 1.3),
     Figure("memory", "memory beside the state", "saving", _value("memory_bytes"), _value("staged_bytes"), None, "B"),
     Figure("files", "files made", "saving", _value("files"), None, None, ""),

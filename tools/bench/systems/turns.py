@@ -47,6 +47,7 @@ class SystemTurn:
         self._place, self._state, self._tools = place, state, tools
         self._step = last_step
         self._durable_s = 0.0
+        self._load_cpu_s = 0.0  # of the last load, by all threads of this rank
         self._memory_so_far = (0, 0)
 
     def saves(self) -> Turn:
@@ -150,6 +151,7 @@ class SystemTurn:
             for path in files:
                 _read(path)
             taken["load_warm_s"] = self._loaded(lambda: self._system.load(self._state, self._step))
+            taken["load_warm_cpu_s"] = self._load_cpu_s
             if hasattr(self._system, "read_s"):
                 taken["load_warm_read_s"] = self._system.read_s
         return taken
@@ -200,7 +202,9 @@ class SystemTurn:
         expected = [_fingerprint(tensor) for tensor in tensors]
         for tensor in tensors:
             tensor.zero_()
+        begin = time.process_time()
         seconds = self._timed(load)
+        self._load_cpu_s = time.process_time() - begin
         self._unload()
         differ = sum(_fingerprint(tensor) != e for tensor, e in zip(tensors, expected, strict=True))
         if differ:
