@@ -6,7 +6,7 @@
 
     relaunch: all processes are killed; torchrun is started on node 1 and the spare, with the same program
 
-In every round: with the spare's ranks as usual, with `--ft-preload=torch`, and the relaunch. Times are those of the
+In every round: with ranks as usual, with `--ft-preload`, and the relaunch. Times are those of the
 last rank to pass each point. A scheduler notices the loss of a node no sooner, so a relaunch begins with the kill.
 """
 
@@ -43,7 +43,7 @@ from tools.bench.harness import (
 from tools.bench.processes import cpu_seconds, free_port
 
 _RELAUNCH = "relaunch"
-WAYS = {"spare": "a spare", "preloaded": "a spare, --ft-preload=torch", _RELAUNCH: "relaunch by torchrun"}
+WAYS = {"spare": "a spare", "preloaded": "a spare, --ft-preload", _RELAUNCH: "relaunch by torchrun"}
 _RANKS = 2
 _VICTIM, _SPARE = 1, 2
 _LIMIT_S = 240.0
@@ -246,7 +246,7 @@ def _measure(options: argparse.Namespace) -> list[dict[str, NodeLoss]]:
     """Measure in rounds after one that does not count: each way once, in alternating order."""
     ways: dict[str, Callable[[Job], NodeLoss]] = {
         "spare": on_a_spare,
-        "preloaded": lambda job: on_a_spare(job, "--ft-preload=torch"),
+        "preloaded": lambda job: on_a_spare(job, f"--ft-preload={options.preload}"),
         _RELAUNCH: relaunched,
     }
     results = []
@@ -279,6 +279,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_size_options(parser, rounds=3)
     text = "seconds after which a node that is silent is lost (default: 5; that of the launcher is 15)"
     parser.add_argument("--silence", type=at_least(3), default=5, metavar="SECONDS", help=text)
+    parser.add_argument("--preload", default="torch", metavar="MODULE,...", help="modules of --ft-preload (torch)")
     add_disk_option(parser)
 
 
