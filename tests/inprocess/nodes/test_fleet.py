@@ -122,6 +122,7 @@ def test_a_node_is_sick_at_the_start(check: str, make_lab: MakeLab, tmp_path: Pa
     assert published_steps(fleet) == [5, 10, 15, 20]
 
 
+@pytest.mark.timeout(180)
 def test_a_node_becomes_sick(make_lab: MakeLab, tmp_path: Path) -> None:
     """One of two nodes loses a GPU, and a spare goes on from the newest step: a small fleet, to be quick."""
     fleet = lose_a_gpu(make_lab(3), 2, tmp_path)
