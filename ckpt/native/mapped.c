@@ -40,25 +40,33 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
     if (info->si_code > 0) /* from the kernel */
         for (struct guard *guard = guards; guard < guards + sizeof guards / sizeof *guards; guard++)
             if (guard->thread == thread && guard->begin <= at && at < guard->end) siglongjmp(guard->back, 1);
-    if (before.sa_flags & SA_SIGINFO)
-        before.sa_sigaction(number, info, context);
-    else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
-        before.sa_handler(number);
-    else if (before.sa_handler == SIG_DFL || info->si_code > 0) {
+    int is_fault = info->si_code > 0 && info->si_code != BUS_MCEERR_AO; /* of an instruction, which is repeated */
+    if (before.sa_handler == SIG_DFL || (before.sa_handler == SIG_IGN && is_fault)) {
         signal(number, SIG_DFL);
-        if (info->si_code <= 0) raise(number); /* after an error of memory the instruction is repeated instead */
+        if (!is_fault) raise(number);
+    } else if (before.sa_handler != SIG_IGN) {
+        if (before.sa_flags & (int)SA_RESETHAND) signal(number, SIG_DFL);
+        if (before.sa_flags & SA_SIGINFO)
+            before.sa_sigaction(number, info, context);
+        else
+            before.sa_handler(number);
     }
 }
 
-/* Return whether SIGBUS comes to `on_bus_error`. */
+/* Return whether SIGBUS comes to `on_bus_error`, in this thread. Where it is blocked, it ends the process. */
 static int is_guarded(void) {
     enum { NEVER, BEGUN, DONE };
     static atomic_int installed;
     struct sigaction now;
+    sigset_t blocked;
     int expected = NEVER;
+    if (pthread_sigmask(SIG_SETMASK, NULL, &blocked) || sigismember(&blocked, SIGBUS)) return 0;
     if (atomic_compare_exchange_strong(&installed, &expected, BEGUN)) {
-        struct sigaction ours = {.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
-        if (sigaction(SIGBUS, NULL, &before) || sigaction(SIGBUS, &ours, NULL)) return 0;
+        if (sigaction(SIGBUS, NULL, &before)) return 0;
+        struct sigaction ours = before; /* it is called with the signals blocked that it wants blocked */
+        ours.sa_sigaction = on_bus_error;
+        ours.sa_flags = (before.sa_flags & ~(int)SA_RESETHAND) | SA_SIGINFO | SA_ONSTACK;
+        if (sigaction(SIGBUS, &ours, &before)) return 0;
         atomic_store(&installed, DONE);
     }
     if (atomic_load(&installed) != DONE || sigaction(SIGBUS, NULL, &now)) return 0;
@@ -81,7 +89,7 @@ static struct guard *enter(const uint8_t *memory, uint64_t bytes) {
  * is not the one that it returns to twice. */
 static __attribute__((noinline)) int use_guarded(struct guard *guard, use_bytes *use, void *context, const uint8_t *data,
                                                  uint64_t start, uint64_t bytes, int *result) {
-    if (sigsetjmp(guard->back, 0)) return 0;
+    if (sigsetjmp(guard->back, 1)) return 0;
     *result = use(context, data, start, bytes);
     return 1;
 }
