@@ -262,8 +262,6 @@ class Stager:
             slot.prepared_for = layout
         # While this waited for a slot, another thread may have replaced memory: the addresses are read again.
         known = None if has_waited else flat.memory_of(layout.copies.table.paths)
-        if slot.held_runs is not None:
-            slot.held_runs.begin()
         staged = stage(layout.copies, flat.local_tensors(), slot.tensor, stream, known, slot.held_runs)
         flag = slot.tensor[self._flag_offset :][:8].view(torch.int64)
         if stream is None:

@@ -111,9 +111,12 @@ def stage(
     """
     keep: list[torch.Tensor] = []
     memory = _Memory.of(copies.table, tensors, None if stream is None else stream.device, known)
+    runs, whole = copies.table.into_slot(memory.addresses, memory.on_cpu, slot.data_ptr())
+    if held is not None:
+        held.begin(runs["bytes"] == 0)
     if stream is None:
         copy_boxes(memory.others(copies), tensors, slot, keep, None)
-        return Staged(None, None, [], _copy_runs_in(copies.table, memory, slot, held))
+        return Staged(None, None, [], _copy_runs_in(copies.table, runs, whole, slot, held))
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         for path in memory.paths_on_gpu():
@@ -123,7 +126,7 @@ def stage(
         copy_boxes(memory.others(copies), tensors, slot, keep, stream)
         event = torch.cuda.Event()
         event.record(stream)
-    return Staged(stream, event, keep, _copy_runs_in(copies.table, memory, slot, held))
+    return Staged(stream, event, keep, _copy_runs_in(copies.table, runs, whole, slot, held))
 
 
 def unstage(copies: Copies, tensors: Mapping[Path, torch.Tensor], slot: torch.Tensor) -> Unstaged:
@@ -206,9 +209,10 @@ def _memory_of(tensors: list[torch.Tensor]) -> tuple[Array, Array, Array]:
     return each(tensor.data_ptr, np.uint64), plain, each(attrgetter("is_cpu"))
 
 
-def _copy_runs_in(table: RunTable, tensors: _Memory, slot: torch.Tensor, held: HeldRuns | None) -> frozenset[int]:
+def _copy_runs_in(
+    table: RunTable, runs: Array, whole: Array, slot: torch.Tensor, held: HeldRuns | None
+) -> frozenset[int]:
     """Copy the runs of memory on the CPU; return the offsets of the inner chunks whose checksum is behind them."""
-    runs, whole = table.into_slot(tensors.addresses, tensors.on_cpu, slot.data_ptr())
     copy_together(runs, held)
     memory = slot.numpy().data
     for number in table.long_chunks[whole[table.long_chunks]].tolist():

@@ -5,7 +5,8 @@ next save, it is read and not copied: the slot holds what a copy would have put 
 comparison of checksums, and is not hashed. See `ckpt.native.update_runs`.
 
 Belongs to the thread that stages. What is known of a run changes together with its bytes, so it is also right after
-an interrupted save, of which some runs were copied.
+an interrupted save, of which some runs were copied. Of what is copied in another way, as strided tensors and those of a
+GPU are, nothing is known.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class RunHashes:
 
 
 class HeldRuns:
-    """What is known of the runs in one slot, which have these sizes. Nothing but `update` writes to their places.
+    """What is known of the runs in one slot, which have these sizes.
 
-    `layout` is the object that says where the runs are; others with the same layout are compared.
+    Nothing but `update` writes to their places, unless `begin` is told so. `layout` is the object that says where the
+    runs are; others with the same layout are compared.
     """
 
     def __init__(self, layout: object, sizes: Array, hashes: RunHashes) -> None:
@@ -49,8 +51,9 @@ class HeldRuns:
         self._at = int(self.records.ctypes.data)
         self._last: HeldRuns | None = None  # during a save, if it is not this one
 
-    def begin(self) -> None:
-        """Begin a save in this slot."""
+    def begin(self, elsewhere: Array) -> None:
+        """Begin a save in this slot. The runs `elsewhere`, a mask, are not copied by `update`."""
+        self.records["state"][elsewhere] = 0  # before anything is copied, as that may be interrupted
         hashes = self._hashes
         last = None if hashes.last is None else hashes.last()
         self._last = None if last is self or last is None or last.layout is not self.layout else last

@@ -32,7 +32,7 @@ hypothesis.settings.load_profile("random")
 import pytest
 options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist"]
 options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is imported already
-sys.exit(pytest.main([*options, "tests/ckpt/native/test_native.py"]))
+sys.exit(pytest.main([*options, f"tests/ckpt/native/test_{sys.argv[2]}.py"]))
 """
 
 
@@ -95,7 +95,8 @@ def test_the_sanitizer_sees_a_write_outside(sanitized: tuple[str, dict[str, str]
 
 @pytest.mark.timeout(400)
 @full_only
-def test_all_tests_of_the_c_code(sanitized: tuple[str, dict[str, str]]) -> None:
+@pytest.mark.parametrize("name", ["native", "update_runs", "mapped"])
+def test_all_tests_of_the_c_code(sanitized: tuple[str, dict[str, str]], name: str) -> None:
     library, environment = sanitized
-    done = _run(["-c", _TESTS, library], environment, 390)
+    done = _run(["-c", _TESTS, library, name], environment, 390)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

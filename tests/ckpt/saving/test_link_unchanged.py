@@ -249,6 +249,36 @@ def test_an_interrupted_save_leaves_what_is_known_of_memory_right(
 
 
 @pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["saved", "interrupted"])
+def test_nothing_is_known_of_what_was_copied_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+) -> None:
+    """All tensors at once, so that no run is left; or a save that ends before its first run. Then all is as before."""
+    state = {"large": {f"layer{n}": torch.arange(16_384, dtype=torch.float32) + n for n in range(3)}}
+    strided = {key: torch.stack([each, each + 1], 1)[:, 1] for key, each in state["large"].items()}
+
+    def interrupted(*of: Any) -> None:
+        copy_boxes(*of)
+        raise MemoryError("before the first run")
+
+    copy_boxes = staging_copy.copy_boxes
+    with _opened(tmp_path) as checkpointer:
+        for step in range(1, 4):
+            save_here(checkpointer, state, step)
+        if is_interrupted:
+            with monkeypatch.context() as patched:
+                patched.setattr(staging_copy, "copy_boxes", interrupted)
+                with pytest.raises(CheckpointError, match="before the first run"):
+                    save_here(checkpointer, {"large": strided}, 4)
+        else:
+            save_here(checkpointer, {"large": strided}, 4)
+            assert _saved(tmp_path, 4) == _bits({"large": strided})
+        for step in (5, 6):
+            save_here(checkpointer, state, step)
+            assert _saved(tmp_path, step) == _bits(state)
+
+
+@pytest.mark.usefixtures("_here")
 def test_other_bytes_with_the_same_checksums_are_written(tmp_path: Path) -> None:
     state = _state()
     raw = state["large"]["layer1"].view(torch.uint8).numpy()
