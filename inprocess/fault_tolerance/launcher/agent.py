@@ -364,6 +364,8 @@ class LauncherAgent(LocalElasticAgent):
         wait_s = options.term_timeout_s if number == signal.SIGTERM else options.workers_stop_timeout_s
         _log.warning("%s is passed on to the workers, which have %g s to end", number.name, wait_s)
         self._is_ending = True
+        if (survivors := self._survivors) is not None:
+            survivors.replaces_no_more()
         self._workers.signal(number)
         deadline = time.monotonic() + wait_s
         end: CycleEnd | None = None
@@ -375,7 +377,8 @@ class LauncherAgent(LocalElasticAgent):
             self._resources.monitors.restart_ended()
             self._resources.admission.look(self._cycle)
             end = self._look_alone()
-        if is_done or (end is not None and not end.is_ours and self._failed() == failed_before):
+        has_any = survivors is None or survivors.has_any
+        if is_done or (end is not None and not end.is_ours and self._failed() == failed_before and has_any):
             is_over = False
             with contextlib.suppress(StoreLost):  # the others notice by themselves
                 if not is_done:
