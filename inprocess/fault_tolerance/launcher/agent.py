@@ -166,7 +166,8 @@ class LauncherAgent(LocalElasticAgent):
         assert rounds.meeting is not None
         if admission.look(self._cycle):  # a spare may have waited for days since it was checked
             reason = admission.refuse()
-            rounds.meeting.ask_restart(f"a node that has joined is unfit: {reason}")
+            if not rounds.meeting.is_late:  # else no other waits for it
+                rounds.meeting.ask_restart(f"a node that has joined is unfit: {reason}")
             return reason
         least = max(self._cycle, rounds.least_cycle())
         network = self._resources.network
@@ -174,6 +175,7 @@ class LauncherAgent(LocalElasticAgent):
         reason = network.refusal(rounds.meeting, states, self._cycle)
         if reason is None:
             rounds.record_cycle(self._cycle)
+            rounds.meeting.begin()
         return reason
 
     def _closed(self, earlier: Meeting | None) -> LauncherExit:

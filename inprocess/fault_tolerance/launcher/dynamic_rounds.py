@@ -226,7 +226,7 @@ class DynamicRounds(Rounds):
         silence = _SilentNodes(self._ask, self._rules.silence_s)
         deadline = time.monotonic() + self._rules.join_timeout_s
         looked_at: tuple[RoundState, frozenset[str]] | None = None
-        is_spare = False
+        is_spare, may_join = False, False
         self._change(lambda state: state.with_candidate(self._node))
         while (state := self._read()).place_of(self._node) is None:
             if state.is_closed:
@@ -238,7 +238,12 @@ class DynamicRounds(Rounds):
             silent = silence.look([*state.running, *(node.key for node in state.candidates)])
             if (state, silent) != looked_at:
                 looked_at = state, silent
-                if self._begin_or_mend(state, silent) or (state.number != left and self._join_round(state, silent)):
+                if self._begin_or_mend(state, silent):
+                    continue
+                may_join = state.number != left and self._has_room(state, silent)
+            if may_join and self._meeting_of(state, 0).has_begun():
+                may_join = False
+                if self._join_round(state):
                     continue
             if state.running.difference(silent):
                 if not is_spare and state.number != left:
@@ -273,13 +278,16 @@ class DynamicRounds(Rounds):
         self._change(lambda now: now.begin(chosen, silent) if now == state else now)
         return True
 
-    def _join_round(self, state: RoundState, silent: frozenset[str]) -> bool:
-        """Join the round that runs, as a spare, if there is room. Returns whether the state has changed."""
+    def _has_room(self, state: RoundState, silent: frozenset[str]) -> bool:
+        """Return whether this node could join the round that runs, as a spare."""
         running = state.running - silent
         has_room = 0 < len(running) < self._rules.most_nodes and len(state.nodes) < MOST_NODES
         has_others = sum(node.processes for node in state.members) > 1  # a rank that is alone meets no others
-        can_join = self._layout_of(state) is not None and has_room and has_others
-        if not can_join or self._meeting_of(state, 0).has_words():
+        return self._layout_of(state) is not None and has_room and has_others
+
+    def _join_round(self, state: RoundState) -> bool:
+        """Join the round that runs, unless it ends. Returns whether the state has changed."""
+        if self._meeting_of(state, 0).has_words():
             return False
         self._change(lambda now: now.join(self._node) if now == state else now)
         return True
