@@ -101,7 +101,7 @@ class DynamicRounds(Rounds):
         self._revision = -1  # of the state
         self._reread_s = 0.0
         self._state = RoundState()
-        self._first_counts: dict[str, Any] = {}  # of candidates, for `has_spare`
+        self._first_counts: dict[str, Any] = {}  # of other nodes, for `has_spare`
         self._all_silent = _SilentNodes(self._ask, rules.silence_s)
 
     @property
@@ -167,17 +167,18 @@ class DynamicRounds(Rounds):
         return address
 
     def has_spare(self) -> bool:
-        """See base class. A spare counts when its count has changed since the first call: it may have died."""
+        """See base class. A node counts when its count has changed since the first call: it may have died."""
         try:
             state, rules = self._read(), self._rules
-            keys = [node.key for node in state.candidates]
-            counts = dict(zip(keys, self._ask("multi_get", [f"alive/{key}" for key in keys]), strict=True))
+            in_round = [node for node in state.nodes if node.key in state.running and node != self._node]
+            others = [*state.candidates, *in_round]
+            counts = self._ask("multi_get", [f"alive/{node.key}" for node in others])
         except RendezvousConnectionError:
             return False
-        self._first_counts = {key: self._first_counts.get(key, count) for key, count in counts.items()}
-        spares = [node for node in state.candidates if self._first_counts[node.key] != counts[node.key]]
-        others = [node for node in state.nodes if node.key in state.running and node != self._node]
-        return choose_nodes([*spares, *others], state.members, state.trained, rules.nodes, rules.block) is not None
+        first = {node.key: self._first_counts.get(node.key, count) for node, count in zip(others, counts, strict=True)}
+        self._first_counts = first
+        present = [node for node, count in zip(others, counts, strict=True) if first[node.key] != count]
+        return choose_nodes(present, state.members, state.trained, rules.nodes, rules.block) is not None
 
     def layout(self) -> NodeLayout | None:
         """See base class. All nodes must have as many processes."""

@@ -116,8 +116,17 @@ def test_a_spare_counts_when_it_is_seen_to_run(nodes: Nodes) -> None:
     wait_until(lambda: bool(asked._read().candidates))
     assert not asked.has_spare()
     assert not asked.has_spare(), "it may have died"
+    nodes.rounds["b"]._heart.stop()
+    time.sleep(RULES.alive_interval_s)  # it may be in a last beat
+    again = nodes.rounds["c"]
+    for rounds in (asked, again):
+        assert not rounds.has_spare()
     nodes.rounds["d"]._heart._beat()
-    assert asked.has_spare()
+    time.sleep(2 * RULES.alive_interval_s)
+    assert not again.has_spare(), "the place of one that has died is free, too"
+    nodes.rounds["b"]._heart._beat()
+    wait_until(again.has_spare)
+    wait_until(asked.has_spare)
     nodes.rounds["d"].leave()
     assert not asked.has_spare()
 
