@@ -120,7 +120,7 @@ class Meeting:
             self._ask("add", "begun", 1)
 
     def has_begun(self) -> bool:
-        """Whether others may join this cycle: they would watch nodes that do not answer while they check their links."""
+        """Whether others may join this cycle. They would miss answers of nodes that check their links."""
         return int(self._ask("add", "begun", 0)) >= self.nodes
 
     def ask_restart(self, reason: str) -> None:
