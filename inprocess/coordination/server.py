@@ -292,18 +292,18 @@ class StoreServer:
 
     def _change(self, peer: ServerConnection, client: bytes, frame: Frame) -> None:
         answer, keys, set_name = self._contents.change(client, frame)
-        peer.answer(frame.id, answer)
         for key in keys:
             self._key_changed(key)
         if set_name is not None:
             self._set_grew(set_name)
+        peer.answer(frame.id, answer)  # at the end: it fails if the client does not read
 
     def _let_attend(self, peer: ServerConnection, frame: Frame) -> None:
         guard_key, guard_value, name, member = frame.fields
         peer.attends[name, member] = None
-        answer = self._contents.stale((guard_key, guard_value))
-        peer.answer(frame.id, answer or self._contents.attend(peer, name, member))
+        answer = self._contents.stale((guard_key, guard_value)) or self._contents.attend(peer, name, member)
         self._set_grew(name)
+        peer.answer(frame.id, answer)
 
     def _wait(self, peer: ServerConnection, frame: Frame) -> None:
         guard_key, guard_value, *rest = frame.fields

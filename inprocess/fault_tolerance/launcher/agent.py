@@ -166,7 +166,8 @@ class LauncherAgent(LocalElasticAgent):
         assert rounds.meeting is not None
         if admission.look(self._cycle):  # a spare may have waited for days since it was checked
             reason = admission.refuse()
-            rounds.meeting.ask_restart(f"a node that has joined is unfit: {reason}")
+            if not rounds.meeting.is_late:  # else no other waits for it
+                rounds.meeting.ask_restart(f"a node that has joined is unfit: {reason}")
             return reason
         least = max(self._cycle, rounds.least_cycle())
         network = self._resources.network
@@ -174,6 +175,7 @@ class LauncherAgent(LocalElasticAgent):
         reason = network.refusal(rounds.meeting, states, self._cycle)
         if reason is None:
             rounds.record_cycle(self._cycle)
+            rounds.meeting.begin()
         return reason
 
     def _closed(self, earlier: Meeting | None) -> LauncherExit:
@@ -364,6 +366,8 @@ class LauncherAgent(LocalElasticAgent):
         wait_s = options.term_timeout_s if number == signal.SIGTERM else options.workers_stop_timeout_s
         _log.warning("%s is passed on to the workers, which have %g s to end", number.name, wait_s)
         self._is_ending = True
+        if (survivors := self._survivors) is not None:
+            survivors.replaces_no_more()
         self._workers.signal(number)
         deadline = time.monotonic() + wait_s
         end: CycleEnd | None = None
@@ -375,7 +379,8 @@ class LauncherAgent(LocalElasticAgent):
             self._resources.monitors.restart_ended()
             self._resources.admission.look(self._cycle)
             end = self._look_alone()
-        if is_done or (end is not None and not end.is_ours and self._failed() == failed_before):
+        has_any = survivors is None or survivors.has_any
+        if is_done or (end is not None and not end.is_ours and self._failed() == failed_before and has_any):
             is_over = False
             with contextlib.suppress(StoreLost):  # the others notice by themselves
                 if not is_done:

@@ -101,7 +101,7 @@ class DynamicRounds(Rounds):
         self._revision = -1  # of the state
         self._reread_s = 0.0
         self._state = RoundState()
-        self._first_counts: dict[str, Any] = {}  # of candidates, for `has_spare`
+        self._first_counts: dict[str, Any] = {}  # of other nodes, for `has_spare`
         self._all_silent = _SilentNodes(self._ask, rules.silence_s)
 
     @property
@@ -167,17 +167,18 @@ class DynamicRounds(Rounds):
         return address
 
     def has_spare(self) -> bool:
-        """See base class. A spare counts when its count has changed since the first call: it may have died."""
+        """See base class. A node counts when its count has changed since the first call: it may have died."""
         try:
             state, rules = self._read(), self._rules
-            keys = [node.key for node in state.candidates]
-            counts = dict(zip(keys, self._ask("multi_get", [f"alive/{key}" for key in keys]), strict=True))
+            in_round = [node for node in state.nodes if node.key in state.running and node != self._node]
+            others = [*state.candidates, *in_round]
+            counts = self._ask("multi_get", [f"alive/{node.key}" for node in others])
         except RendezvousConnectionError:
             return False
-        self._first_counts = {key: self._first_counts.get(key, count) for key, count in counts.items()}
-        spares = [node for node in state.candidates if self._first_counts[node.key] != counts[node.key]]
-        others = [node for node in state.nodes if node.key in state.running and node != self._node]
-        return choose_nodes([*spares, *others], state.members, state.trained, rules.nodes, rules.block) is not None
+        first = {node.key: self._first_counts.get(node.key, count) for node, count in zip(others, counts, strict=True)}
+        self._first_counts = first
+        present = [node for node, count in zip(others, counts, strict=True) if first[node.key] != count]
+        return choose_nodes(present, state.members, state.trained, rules.nodes, rules.block) is not None
 
     def layout(self) -> NodeLayout | None:
         """See base class. All nodes must have as many processes."""
@@ -226,7 +227,7 @@ class DynamicRounds(Rounds):
         silence = _SilentNodes(self._ask, self._rules.silence_s)
         deadline = time.monotonic() + self._rules.join_timeout_s
         looked_at: tuple[RoundState, frozenset[str]] | None = None
-        is_spare = False
+        is_spare, may_join = False, False
         self._change(lambda state: state.with_candidate(self._node))
         while (state := self._read()).place_of(self._node) is None:
             if state.is_closed:
@@ -238,7 +239,12 @@ class DynamicRounds(Rounds):
             silent = silence.look([*state.running, *(node.key for node in state.candidates)])
             if (state, silent) != looked_at:
                 looked_at = state, silent
-                if self._begin_or_mend(state, silent) or (state.number != left and self._join_round(state, silent)):
+                if self._begin_or_mend(state, silent):
+                    continue
+                may_join = state.number != left and self._has_room(state, silent)
+            if may_join and self._meeting_of(state, 0).has_begun():
+                may_join = False
+                if self._join_round(state):
                     continue
             if state.running.difference(silent):
                 if not is_spare and state.number != left:
@@ -273,13 +279,16 @@ class DynamicRounds(Rounds):
         self._change(lambda now: now.begin(chosen, silent) if now == state else now)
         return True
 
-    def _join_round(self, state: RoundState, silent: frozenset[str]) -> bool:
-        """Join the round that runs, as a spare, if there is room. Returns whether the state has changed."""
+    def _has_room(self, state: RoundState, silent: frozenset[str]) -> bool:
+        """Return whether this node could join the round that runs, as a spare."""
         running = state.running - silent
         has_room = 0 < len(running) < self._rules.most_nodes and len(state.nodes) < MOST_NODES
         has_others = sum(node.processes for node in state.members) > 1  # a rank that is alone meets no others
-        can_join = self._layout_of(state) is not None and has_room and has_others
-        if not can_join or self._meeting_of(state, 0).has_words():
+        return self._layout_of(state) is not None and has_room and has_others
+
+    def _join_round(self, state: RoundState) -> bool:
+        """Join the round that runs, unless it ends. Returns whether the state has changed."""
+        if self._meeting_of(state, 0).has_words():
             return False
         self._change(lambda now: now.join(self._node) if now == state else now)
         return True

@@ -3,6 +3,7 @@
     cycle/<node>   the number of this cycle on the node: 0 if it is new, else one more than its last; the largest
                    counts; and the state of its links
     links/...      the times of transfers between nodes: see `network_check`
+    begun          how many nodes have passed the checks: all, before others join
     words          how many of these two were announced:
       restart        workers of a node have failed: all nodes end theirs and meet again
       stop           the job is over, with this exit code
@@ -112,6 +113,15 @@ class Meeting:
             time.sleep(_POLL_S)
             count = int(self._ask("add", f"{name}/count", 0))
         return [found.decode() for found in self._ask("multi_get", [f"{name}/{node}" for node in range(self.nodes)])]
+
+    def begin(self) -> None:
+        """Let others join this cycle, once all first nodes have called this."""
+        if self.grows and not self.is_late:
+            self._ask("add", "begun", 1)
+
+    def has_begun(self) -> bool:
+        """Whether others may join this cycle. They would miss answers of nodes that check their links."""
+        return int(self._ask("add", "begun", 0)) >= self.nodes
 
     def ask_restart(self, reason: str) -> None:
         """Ask all nodes to end their workers and meet again."""

@@ -108,6 +108,15 @@ class Survivors:
             return None
         return CycleEnd("all workers of this node have ended")
 
+    @property
+    def has_any(self) -> bool:
+        """Whether this node has workers that have joined and are not lost."""
+        return self._meeting.table.own.lost < len(self._workers)
+
+    def replaces_no_more(self) -> None:
+        """Start no more processes: the workers are asked to end."""
+        self._replacements_left = 0
+
     def _start_replacement(self, local_rank: int) -> None:
         if self._replacements_left == 0 or self._world_size == 1 or self._is_complete:
             return

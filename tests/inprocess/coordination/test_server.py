@@ -16,7 +16,7 @@ import pytest
 
 from inprocess.coordination import Access, CoordinationStore, StoreServer
 from inprocess.coordination.server_process import ServerProcess
-from inprocess.coordination.wire import PROTOCOL, FrameReader, Op, encode, proof
+from inprocess.coordination.wire import PROTOCOL, FrameReader, Op, encode, pack_number, proof
 from inprocess.exception import StoreError, StoreTimeoutError
 from inprocess.ipc.proofs import fresh_nonce
 from tests.inprocess.coordination.conftest import Connect
@@ -42,6 +42,26 @@ def test_who_waits_asks_once(
     other.set("b", "2")
     assert [wait.result(20) for wait in waits] == [None, 2, b"2"]
     assert server.request_count == 3 + 4
+
+
+def test_a_change_of_a_client_that_does_not_read_its_answer_ends_the_wait_of_others(
+    server: StoreServer, access: Access, client: CoordinationStore
+) -> None:
+    keys = [f"{number}" for number in range(40)]
+    value = bytes(4_000_000)
+    with ThreadPoolExecutor(len(keys)) as pool:
+        waits = {key: pool.submit(client.wait, [key], LONG) for key in keys}
+        eventually(lambda: server.request_count == len(keys))
+        with contextlib.suppress(OSError), greeted(access) as sock:
+            for id, key in enumerate(keys, 1):
+                sock.sendall(encode(Op.COMPARE_SET, id, b"", b"", pack_number(0), key.encode(), b"", value))
+        eventually(lambda: server.client_count == 1)
+        there = [key for key in keys if client.check([key])]
+        for key in keys[len(there) :]:
+            client.set(key, "")
+        for wait in waits.values():
+            wait.result(30)
+    assert 0 < len(there) < len(keys), "the connection is closed when its answers are too large together"
 
 
 def test_timeouts_end_in_their_order(client: CoordinationStore, pool: ThreadPoolExecutor) -> None:

@@ -43,6 +43,13 @@ class Nodes:
                 self.rounds[name] = DynamicRounds(BoundedStore(store, LIMIT_S, lambda: False), "job", node, rules)
         return {name: self._pool.submit(self.rounds[name].next_rendezvous) for name in names}
 
+    def begin(self, names: str) -> None:
+        """These have passed their checks, and start their workers."""
+        for name in names:
+            meeting = self.rounds[name].meeting
+            assert meeting is not None
+            meeting.begin()
+
     def close(self) -> None:
         for each in self.rounds.values():
             each.shutdown()
@@ -109,8 +116,17 @@ def test_a_spare_counts_when_it_is_seen_to_run(nodes: Nodes) -> None:
     wait_until(lambda: bool(asked._read().candidates))
     assert not asked.has_spare()
     assert not asked.has_spare(), "it may have died"
+    nodes.rounds["b"]._heart.stop()
+    time.sleep(RULES.alive_interval_s)  # it may be in a last beat
+    again = nodes.rounds["c"]
+    for rounds in (asked, again):
+        assert not rounds.has_spare()
     nodes.rounds["d"]._heart._beat()
-    assert asked.has_spare()
+    time.sleep(2 * RULES.alive_interval_s)
+    assert not again.has_spare(), "the place of one that has died is free, too"
+    nodes.rounds["b"]._heart._beat()
+    wait_until(again.has_spare)
+    wait_until(asked.has_spare)
     nodes.rounds["d"].leave()
     assert not asked.has_spare()
 
@@ -118,6 +134,7 @@ def test_a_spare_counts_when_it_is_seen_to_run(nodes: Nodes) -> None:
 def test_spares_join_the_round_that_runs_as_long_as_there_is_room(nodes: Nodes) -> None:
     rules = replace(RULES, most_nodes=5, is_mended=False)
     by_rank(nodes.join("abc", rules), "abc")
+    nodes.begin("abc")
     nodes.segment = "other"
     late = {name: nodes.join(name, rules)[name] for name in "de"}
     found = {name: each.result(LIMIT_S) for name, each in late.items()}
@@ -144,9 +161,23 @@ def test_spares_join_the_round_that_runs_as_long_as_there_is_room(nodes: Nodes) 
     assert by_rank(nodes.join("aced", rules), "acd") == "adc", "it comes before others that have not been in the round"
 
 
+def test_a_spare_joins_when_all_first_nodes_have_begun(nodes: Nodes) -> None:
+    """Until then they check their links: they do not answer, it may be minutes, and some may leave."""
+    rules = replace(RULES, most_nodes=5, is_mended=False)
+    by_rank(nodes.join("abc", rules), "abc")
+    late = nodes.join("d", rules)["d"]
+    wait_until(lambda: bool(nodes.rounds["a"]._read().candidates))
+    nodes.begin("ab")
+    time.sleep(1)
+    assert not late.done()
+    nodes.begin("c")
+    assert late.result(LIMIT_S).rank == 3
+
+
 def test_nodes_with_another_number_of_processes_do_not_join(nodes: Nodes) -> None:
     rules = replace(RULES, most_nodes=5, is_mended=False)
     by_rank(nodes.join("abc", rules), "abc")
+    nodes.begin("abc")
     nodes.processes = 2
     waits = nodes.join("d", rules)["d"]
     wait_until(lambda: bool(nodes.rounds["a"]._read().candidates))
@@ -157,11 +188,13 @@ def test_nodes_with_another_number_of_processes_do_not_join(nodes: Nodes) -> Non
 def test_the_table_has_the_workers_of_nodes_that_join(nodes: Nodes) -> None:
     rules = replace(RULES, most_nodes=4, is_mended=False)
     by_rank(nodes.join("abc", rules), "abc")
+    nodes.begin("abc")
     late = nodes.join("d", rules)["d"]
     late.result(LIMIT_S)
     meetings = [rounds.meeting for rounds in nodes.rounds.values() if rounds.meeting is not None]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda meeting: meeting.agree_on_cycle(7, 2), meetings)) == [7] * 4
+        agreed = pool.map(lambda meeting: meeting.agree_on_cycle(7, 2, f"{meeting.node} says"), meetings)
+        assert list(agreed) == [(7, ["0 says", "1 says", "2 says"])] * 4
     first, last = meetings[0], meetings[3]
     assert [first.table.left(), first.table.answering()] == [6, 4], "its workers are lost until they have joined"
     last.table.report(replace(last.table.own, lost=0))

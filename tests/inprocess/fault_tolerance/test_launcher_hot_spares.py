@@ -195,6 +195,54 @@ def test_a_node_that_becomes_unfit_leaves_and_only_its_own_workers_end(job: Job)
 
 
 @full_only
+@pytest.mark.timeout(150)
+def test_a_spare_node_that_has_become_unfit_does_not_disturb_the_job_that_it_joins(job: Job) -> None:
+    nodes = HotNodes(job, WAITS, "--nnodes=2:3", "--ft-node-health-check-interval=0.1", *HOT)
+    (job.folder / "4").mkdir()
+    gpu = DevicesFile(job.folder / "4")
+    launchers = [nodes.start("1"), nodes.start("2")]
+    before = nodes.ranks(0)
+    launchers.append(nodes.start("3"))
+    nodes.wait_ready(0)
+    nodes.env.update(TEST_NVML=str(gpu.file), PYTHONPATH=f"{gpu.folder}:{REPOSITORY}")
+    unfit = nodes.start("4")
+    unfit.wait_log("this node waits as a spare")
+    gpu.set(lost=True)
+    launchers.pop().die_with_workers()  # so there is room
+    assert unfit.wait(60) == 0
+    assert "this node is unfit and takes no part: gpu: GPU 0: cannot be queried" in unfit.log()
+    nodes.let("go")
+    nodes.let("0")
+    assert [each.wait(90) for each in launchers] == [0, 0]
+    assert "cycle 1" not in job.events()
+    assert nodes.ranks(0) == before, "cycle 0 goes on"
+
+
+@full_only
+@pytest.mark.timeout(150)
+def test_a_node_that_gets_sigterm_leaves_the_job_or_makes_room_for_a_spare_node(job: Job) -> None:
+    nodes = HotNodes(job, WAITS, "--nnodes=2:4", *HOT)
+    launchers = [nodes.start("1"), nodes.start("2")]
+    before = nodes.ranks(0)
+    launchers.append(nodes.start("3"))
+    nodes.wait_ready(0)
+    spare = nodes.start("4")
+    nodes.wait_ready(0, 4)
+    spare.signal(signal.SIGTERM)
+    assert spare.wait(60) == 128 + signal.SIGTERM
+    launchers[1].signal(signal.SIGTERM)
+    assert launchers.pop(1).wait(60) == 128 + signal.SIGTERM
+    after = nodes.ranks(1)
+    assert [node for node, _ in after] == [1, 1, 3, 3]
+    assert after[:2] == before[:2]
+    nodes.let("go")
+    nodes.let("1")
+    assert [each.wait(90) for each in launchers] == [0, 0]
+    assert "cycle 1" not in job.events()
+    assert job.left() == []
+
+
+@full_only
 @pytest.mark.timeout(300)
 def test_a_job_whose_nodes_are_lost_and_return_trains_as_one_without_faults(job: Job) -> None:
     nodes = HotNodes(job, TRAINS, "--nnodes=2", *HOT[::2], TEST_ROOT=str(job.folder / "one"), TEST_FAULTS="")
