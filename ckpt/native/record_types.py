@@ -24,10 +24,10 @@ address (4 bytes, little-endian). The checksum of a run that `continues` covers 
 only the checksum is computed; with 0 in `from` it is the checksum of zeros, and no memory is accessed."""
 
 HELD = np.dtype([(name, np.uint64) for name in ("state", "content", "crc32c", "hashes", "is_same")])
-"""What is known of the bytes at the target of a run, from one call of `update_runs` to the next; zero at first.
+"""A record of the bytes at the target of a run, kept from one call of `update_runs` to the next; zero at first.
 
-`state` is 0 if that is nothing. The same `content` of the same run means the same bytes. `hashes` is the address of
-room for `HASH_BYTES` for each block that the run begins; the other fields are for `update_runs` only."""
+`state` is 0 if nothing is known of them. The same `content` of the same run means the same bytes. `hashes` is the
+address of room for `HASH_BYTES` for each block that the run begins; the other fields are for `update_runs` only."""
 
 SEGMENT = np.dtype(
     [(name, np.uint64) for name in ("base", "block_bytes", "at", "to", "bytes", "rows", "at_step", "to_step")]

@@ -1,4 +1,4 @@
-"""What a slot holds of each run of memory: a save does not copy again what is there already.
+"""Records of the runs of memory in a slot: a save does not copy bytes again that are there already.
 
 A run whose checksum is as in the last save gets a hash of its bytes in the slot. If the tensor has that hash in the
 next save, it is read and not copied: the slot holds what a copy would have put there. A run that changes costs a
@@ -35,7 +35,7 @@ class RunHashes:
 
 
 class HeldRuns:
-    """What is known of the runs in one slot, which have these sizes.
+    """The records of the runs in one slot, which have these sizes.
 
     Nothing but `update` writes to their places, unless `begin` is told so. `layout` is the object that says where the
     runs are; others with the same layout are compared.

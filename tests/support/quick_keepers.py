@@ -72,7 +72,7 @@ _STARTED = ("tests/ckpt/loading/test_restore_costs.py",)
 
 
 class ForkedKeeper:
-    """What `subprocess.Popen` is to a child, for a keeper that the template has forked."""
+    """The counterpart of `subprocess.Popen`, for a keeper that the template has forked."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Read the answer of the template, whose order was sent through the connection. OSError."""
@@ -160,7 +160,7 @@ def _keepers(_pid: int) -> list[psutil.Process]:
 
 
 def descendants() -> set[psutil.Process]:
-    """What this process and its children have started, as far as it runs, also the keepers forked for this process."""
+    """The running processes that this one and its children have started, also the keepers forked for this process."""
     keepers = _keepers(os.getpid())
     keepers[:] = [each for each in keepers if each.is_running()]
     found = {*psutil.Process().children(recursive=True), *keepers}

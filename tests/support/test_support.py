@@ -226,7 +226,7 @@ def _started_keeper() -> Keeper:
 
 
 def _facts(pid: int | None) -> list[object]:
-    """What a process has been given by the one that started it."""
+    """The properties that a process has from the one that started it."""
     assert pid is not None
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     names = ("Name", "Umask", "Uid", "Gid", "SigBlk", "SigIgn", "SigCgt", "Threads")

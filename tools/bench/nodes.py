@@ -73,7 +73,7 @@ class NodeLoss:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and where. A node that is silent for `silence_s` is lost."""
+    """The training of a run, and its folder. A node that is silent for `silence_s` is lost."""
 
     gigabytes: float
     folder: Path
@@ -209,7 +209,7 @@ class _Quiet:
     def __init__(self, nodes: Sequence[Node], count: int) -> None:
         self._nodes = nodes
         self._count = count
-        self._used: dict[int, tuple[float, float]] = {}  # processor time, and since when it is that
+        self._used: dict[int, tuple[float, float]] = {}  # processor time, and when it has last changed
 
     def __call__(self) -> bool:
         now = time.monotonic()

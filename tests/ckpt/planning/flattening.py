@@ -65,7 +65,7 @@ def is_known(states: KnownStates, state: Any) -> bool:
 
 
 def known_states(state: Any) -> KnownStates:
-    """Return what knows this state."""
+    """Return the `KnownStates` that have seen this state."""
     states = KnownStates()
     assert not is_known(states, state)
     assert is_known(states, state)
